@@ -1,0 +1,246 @@
+"""Similarity and regularity, as plain functions on tensors, and the paper's training loss made of them.
+
+Similarities compare two images (B, C, *shape) on the same grid and are 0, or smallest, for equal ones. `mask`
+(B, 1, *shape) restricts the average to its nonzero voxels, item by item.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg._checks import check_image, check_same_shape
+from carlreg.grids import Outside, interpolate, voxel_points, voxel_size
+from carlreg.transforms import Transform
+
+Regularity = Literal["gradicon", "diffusion"]
+
+
+class Similarity(Protocol):
+    """What any similarity of two images on one grid looks like; pass your own wherever a name is taken."""
+
+    def __call__(self, warped: Tensor, fixed: Tensor, /, *, mask: Tensor | None = None) -> Tensor: ...
+
+
+# ---- similarity -----------------------------------------------------------------------------------------------------
+
+
+def lncc(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | None = None) -> Tensor:
+    """1 − local normalised cross-correlation, over Gaussian windows of `sigma` voxels. From 0 (equal) to 2."""
+    return 1 - _masked_mean(local_correlation(warped, fixed, sigma), mask)
+
+
+def lncc2(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | None = None) -> Tensor:
+    """1 − squared local correlation: blind to whether contrast is inverted."""
+    return 1 - _masked_mean(local_correlation(warped, fixed, sigma) ** 2, mask)
+
+
+def ssd(warped: Tensor, fixed: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Mean squared difference."""
+    _check_images(warped, fixed)
+    return _masked_mean((warped - fixed) ** 2, mask)
+
+
+def mind(warped: Tensor, fixed: Tensor, *, radius: int = 2, dilation: int = 2, mask: Tensor | None = None) -> Tensor:
+    """Mean squared difference of MIND-SSC descriptors (Heinrich et al., MICCAI 2013), for different modalities."""
+    _check_images(warped, fixed)
+    return _masked_mean((mind_ssc(warped, radius, dilation) - mind_ssc(fixed, radius, dilation)) ** 2, mask)
+
+
+SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": mind, "ssd": ssd}
+
+
+def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
+    """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
+    _check_images(first, second)
+    moments = torch.cat([first, second, first * first, second * second, first * second], dim=1)
+    mean1, mean2, square1, square2, product = gaussian_blur(moments, sigma).chunk(5, dim=1)
+    variance1 = (square1 - mean1**2).clamp(min=0) + epsilon
+    variance2 = (square2 - mean2**2).clamp(min=0) + epsilon
+    return (product - mean1 * mean2) / (variance1 * variance2).sqrt()
+
+
+def gaussian_blur(image: Tensor, sigma: float) -> Tensor:
+    """Convolve each axis with a Gaussian cut off at 2σ and normalised; zeros outside the image."""
+    for axis in range(2, image.dim()):
+        window = _window_matrix(image.shape[axis], sigma, image)
+        # One axis at a time as a matrix product: the same sums as a convolution, and faster.
+        image = torch.tensordot(image, window, dims=([axis], [0])).movedim(-1, axis)
+    return image
+
+
+def _window_matrix(side: int, sigma: float, like: Tensor) -> Tensor:
+    radius = int(2 * sigma)
+    offset = torch.arange(-radius, radius + 1, dtype=like.dtype, device=like.device)
+    taps = torch.exp(-0.5 * (offset / sigma) ** 2)
+    taps = F.pad(taps / taps.sum(), (0, 1))
+    distance = torch.arange(side, device=like.device)
+    distance = distance[:, None] - distance
+    return taps[(distance + radius).clamp(0, 2 * radius + 1).where(distance >= -radius, 2 * radius + 1)]
+
+
+def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
+    """Self-similarities between each voxel's neighbours, as exp(−patch distance / local variance).
+
+    Pairs of neighbours at right angles are compared: 12 channels in 3-D, 4 in 2-D, for each channel of the image.
+    """
+    check_image(image)
+    dim = image.dim() - 2
+    if dim == 1:
+        raise ValueError("mind compares neighbours at right angles; a 1-D image has none: use lncc, lncc2 or ssd")
+    batch, channels, *shape = image.shape
+    padded = _pad_border(image.reshape(batch * channels, 1, *shape), dilation)
+
+    def neighbour(axis: int, sign: int) -> Tensor:
+        start = [dilation * (1 + sign * (axis == a)) for a in range(dim)]
+        return padded[(slice(None), slice(None), *(slice(s, s + n) for s, n in zip(start, shape, strict=True)))]
+
+    neighbours = {(axis, sign): neighbour(axis, sign) for axis in range(dim) for sign in (-1, 1)}
+    pairs = [(a, b) for a, b in itertools.combinations(neighbours, 2) if a[0] != b[0]]
+    distance = torch.cat([(neighbours[a] - neighbours[b]) ** 2 for a, b in pairs], dim=1)
+    average = (F.avg_pool2d, F.avg_pool3d)[dim - 2]
+    distance = average(_pad_border(distance, radius), 2 * radius + 1, stride=1)
+    distance = distance - distance.amin(dim=1, keepdim=True)
+    variance = distance.mean(dim=1, keepdim=True)
+    # Flat and wild regions are held within a thousandfold of the image's own average.
+    average_variance = variance.detach().reshape(batch, -1).mean(dim=1).repeat_interleave(channels)
+    average_variance = average_variance.reshape(-1, *(1,) * (dim + 1)).clamp(min=torch.finfo(image.dtype).tiny)
+    variance = torch.maximum(torch.minimum(variance, 1000 * average_variance), 0.001 * average_variance)
+    return torch.exp(-distance / variance).reshape(batch, -1, *shape)
+
+
+def _pad_border(image: Tensor, voxels: int) -> Tensor:
+    return F.pad(image, (voxels, voxels) * (image.dim() - 2), mode="replicate")
+
+
+def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return values.mean()
+    if mask.shape[0] not in (1, values.shape[0]) or mask.shape[1] != 1 or mask.shape[2:] != values.shape[2:]:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for images of shape {tuple(values.shape)}; "
+            f"expected {(values.shape[0], 1, *values.shape[2:])}"
+        )
+    inside = (mask != 0).expand_as(values)
+    count = inside.flatten(1).sum(dim=1)
+    if not bool((count > 0).all()):
+        raise ValueError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
+    return (values.where(inside, 0).flatten(1).sum(dim=1) / count).mean()
+
+
+def _check_images(first: Tensor, second: Tensor) -> None:
+    check_image(first, "first image")
+    check_image(second, "second image")
+    check_same_shape(first, second, ("first image", "second image"))
+
+
+# ---- regularity -----------------------------------------------------------------------------------------------------
+
+
+def diffusion(displacement: Tensor) -> Tensor:
+    """‖∇φ − I‖² of a dense displacement (B, D, *shape) in unit coordinates, from one-voxel differences.
+
+    Summed over directions, averaged over components and voxels: the squared Frobenius norm divided by D, to which
+    the paper's λ belongs.
+    """
+    if displacement.dim() < 3 or displacement.shape[1] != displacement.dim() - 2:
+        raise ValueError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
+    total = displacement.new_zeros(())
+    for axis in range(2, displacement.dim()):
+        side = displacement.shape[axis]
+        if side > 1:
+            total = total + ((side - 1) * displacement.diff(dim=axis)).square().mean()
+    return total
+
+
+def gradicon(
+    phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, *, delta: float = 1e-3
+) -> Tensor:
+    """‖∇(φ_AB ∘ φ_BA) − I‖² at the points (B, ..., D), by finite differences of step `delta`.
+
+    Normalised as `diffusion` is.
+    """
+
+    def error(x: Tensor) -> Tensor:
+        return phi_ab(phi_ba(x)) - x
+
+    here = error(points)
+    total = points.new_zeros(())
+    for axis in range(points.shape[-1]):
+        step = torch.zeros_like(points[..., :1]).expand_as(points).clone()
+        step[..., axis] = delta
+        total = total + ((error(points + step) - here) / delta).square().mean()
+    return total
+
+
+def jittered_points(image: Tensor, *, voxels: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+    """The image's voxels, each moved by Gaussian noise of so many voxels: (B, *shape, D)."""
+    points = voxel_points(image).expand(image.shape[0], *(-1,) * (image.dim() - 1))
+    device = generator.device if generator is not None else image.device
+    noise = torch.randn(points.shape, dtype=image.dtype, device=device, generator=generator)
+    return points + voxels * voxel_size(image.shape[2:], image) * noise.to(image.device)
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A training loss and what it is made of."""
+
+    total: Tensor
+    similarity: Tensor
+    """Both directions added up."""
+    regularity: Tensor
+    """Before its weight."""
+
+    def floats(self) -> dict[str, float]:
+        return {name: float(getattr(self, name).detach()) for name in ("total", "similarity", "regularity")}
+
+
+def registration_loss(
+    phi_ab: Transform,
+    phi_ba: Transform,
+    moving: Tensor,
+    fixed: Tensor,
+    *,
+    similarity: str | Similarity = "lncc",
+    regularity: Regularity = "gradicon",
+    weight: float = 1.5,
+    moving_mask: Tensor | None = None,
+    fixed_mask: Tensor | None = None,
+    outside: Outside = "border",
+    generator: torch.Generator | None = None,
+) -> Loss:
+    """sim(M ∘ φ_AB, F) + sim(F ∘ φ_BA, M) + λ · regularity, Eq. (gradicon_loss).
+
+    φ_AB = Φ[M, F] and φ_BA = Φ[F, M], as `both` returns them. "gradicon" penalises ∇(φ_AB ∘ φ_BA) − I at the moving
+    image's voxels, jittered by `generator`; "diffusion", for the first steps of training, ∇φ_AB − I.
+    """
+    measure = _similarity(similarity)
+    ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
+    similar = measure(interpolate(moving, ab, outside=outside), fixed, mask=fixed_mask) + measure(
+        interpolate(fixed, ba, outside=outside), moving, mask=moving_mask
+    )
+    if regularity == "gradicon":
+        # φ_AB ∘ φ_BA starts and ends in the moving image.
+        regular = gradicon(phi_ab, phi_ba, jittered_points(moving, generator=generator))
+    elif regularity == "diffusion":
+        regular = diffusion((ab - voxel_points(fixed)).movedim(-1, 1))
+    else:
+        raise ValueError(f"unknown regularity {regularity!r}; expected 'gradicon' or 'diffusion'")
+    return Loss(similar + weight * regular, similar, regular)
+
+
+def _similarity(similarity: str | Similarity) -> Similarity:
+    if not isinstance(similarity, str):
+        return similarity
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"unknown similarity {similarity!r}; expected one of {sorted(SIMILARITIES)} or a function")
+    return SIMILARITIES[similarity]

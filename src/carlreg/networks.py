@@ -1,0 +1,183 @@
+"""The two convolutional networks of the paper: tensors in, tensors out, in one to three dimensions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from carlreg.grids import pool
+
+LINEAR_MODES = ("linear", "bilinear", "trilinear")
+
+
+def conv(dim: int) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]:
+    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dim - 1]
+
+
+def transposed_conv(dim: int) -> type[nn.ConvTranspose1d] | type[nn.ConvTranspose2d] | type[nn.ConvTranspose3d]:
+    return (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dim - 1]
+
+
+def batch_norm(dim: int) -> type[nn.BatchNorm1d] | type[nn.BatchNorm2d] | type[nn.BatchNorm3d]:
+    return (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dim - 1]
+
+
+class ResidualBlock(nn.Module):
+    """Normalise, then add what a chain of dilated convolutions makes of the normalised input."""
+
+    def __init__(self, dim: int, width: int, dilations: Sequence[int]) -> None:
+        super().__init__()
+        self.norm = batch_norm(dim)(width)
+        self.convs = nn.ModuleList(conv(dim)(width, width, 3, padding="same", dilation=d) for d in dilations)
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = self.norm(features)
+        change = self.convs[0](features)
+        for layer in self.convs[1:]:
+            change = layer(change.relu())
+        return features + change
+
+
+class Encoder(nn.Module):
+    """Conv_θ of Ξθ: a feature vector for every voxel, at the image's own resolution, so integer shifts pass through.
+
+    A voxel's features depend on its neighbours up to `reach` voxels away.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        channels: int = 1,
+        width: int = 128,
+        blocks: int = 3,
+        dilations: Sequence[int] = (1, 2, 4),
+    ) -> None:
+        super().__init__()
+        self.dim, self.channels, self.width = dim, channels, width
+        self.dilations = tuple(dilations)
+        self.stem = conv(dim)(channels, width, 3, padding="same")
+        self.blocks = nn.ModuleList(ResidualBlock(dim, width, self.dilations) for _ in range(blocks))
+
+    @property
+    def reach(self) -> int:
+        return 1 + len(self.blocks) * sum(self.dilations)
+
+    def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
+        features = self.stem(image).relu()
+        for block in self.blocks:
+            features = block(features)
+        return features
+
+
+class Symmetrized(nn.Module):
+    """An encoder averaged over a group of axis-aligned rotations: mean of g⁻¹ · Conv(g · image).
+
+    "pi" takes the half turns about the axes (4 of them with the identity in 3-D, 2 in 2-D), as the paper does;
+    "quarter" takes all rotations that map the voxel grid to itself (24 in 3-D, 4 in 2-D). The result commutes with
+    each of them, so Ξθ becomes [W, U] equivariant to them.
+    """
+
+    def __init__(self, encoder: Encoder, group: Literal["pi", "quarter"] = "pi") -> None:
+        super().__init__()
+        if group not in ("pi", "quarter"):
+            raise ValueError(f"unknown rotation group {group!r}; expected 'pi' or 'quarter'")
+        self.encoder, self.group = encoder, group
+        self.dim, self.channels, self.width = encoder.dim, encoder.channels, encoder.width
+        self.reach = encoder.reach
+
+    def forward(self, image: Tensor) -> Tensor:
+        total: Tensor | float = 0.0
+        rotations = list(axis_rotations(image.dim() - 2, self.group))
+        for axes, flips in rotations:
+            features = self.encoder(rotate_grid(image, axes, flips))
+            total = total + unrotate_grid(features, axes, flips)
+        return total / len(rotations)
+
+
+Axes = tuple[int, ...]
+
+
+def axis_rotations(dim: int, group: Literal["pi", "quarter"]) -> Iterator[tuple[Axes, Axes]]:
+    """The rotations of the voxel grid as (permutation of the axes, axes to flip afterwards), determinant +1."""
+    for axes in itertools.permutations(range(dim)) if group == "quarter" else [tuple(range(dim))]:
+        swaps = sum(axes[i] > axes[j] for i in range(dim) for j in range(i + 1, dim))
+        for count in range(swaps % 2, dim + 1, 2):  # an odd permutation needs an odd number of flips
+            for flips in itertools.combinations(range(dim), count):
+                yield axes, flips
+
+
+def rotate_grid(image: Tensor, axes: Axes, flips: Axes) -> Tensor:
+    """Turn the spatial axes of (B, C, *shape): permute them, then flip."""
+    return image.permute(0, 1, *(2 + a for a in axes)).flip([2 + f for f in flips])
+
+
+def unrotate_grid(image: Tensor, axes: Axes, flips: Axes) -> Tensor:
+    """Undo `rotate_grid`."""
+    inverse = [axes.index(a) for a in range(len(axes))]
+    return image.flip([2 + f for f in flips]).permute(0, 1, *(2 + a for a in inverse))
+
+
+class UNet(nn.Module):
+    """The refinement network: two images in, D numbers per voxel out.
+
+    Strided convolutions down, transposed ones up, each beside a shortcut that pools or enlarges its input. The last
+    convolution starts at zero, so that a new step changes nothing until it is trained.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        channels: int = 1,
+        down: Sequence[int] = (16, 32, 64, 256, 512),
+        up: Sequence[int] = (256, 128, 64, 32, 16),
+    ) -> None:
+        super().__init__()
+        if len(down) != len(up):
+            raise ValueError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
+        self.dim, self.channels, self.down, self.up = dim, channels, tuple(down), tuple(up)
+        inputs = (2 * channels, *down)
+        self.down_convs = nn.ModuleList(
+            conv(dim)(wide, narrow, 3, stride=2, padding=1) for wide, narrow in itertools.pairwise(inputs)
+        )
+        # Going up, each level sees the level below beside the skip of the same size.
+        skips = inputs[-2::-1]
+        widths = (down[-1], *(width + skip for width, skip in zip(up, skips, strict=True)))
+        self.up_convs = nn.ModuleList(
+            transposed_conv(dim)(wide, narrow, 4, stride=2, padding=1)
+            for wide, narrow in zip(widths[:-1], up, strict=True)
+        )
+        self.norms = nn.ModuleList(batch_norm(dim)(width) for width in up)
+        self.last = conv(dim)(widths[-1], dim, 3, padding=1)
+        nn.init.zeros_(self.last.weight)
+        if self.last.bias is not None:
+            nn.init.zeros_(self.last.bias)
+
+    def forward(self, moving: Tensor, fixed: Tensor) -> Tensor:  # two (B, C, *shape) → (B, D, *shape)
+        features = torch.cat([moving, fixed], dim=1)
+        skips = []
+        for layer in self.down_convs:
+            skips.append(features)
+            change = layer(F.leaky_relu(features))
+            features = change + fit_channels(pool(features), change.shape[1])
+        for layer, norm in zip(self.up_convs, self.norms, strict=True):
+            change = layer(F.leaky_relu(features))
+            enlarged = F.interpolate(
+                fit_channels(features, change.shape[1]), scale_factor=2, mode=LINEAR_MODES[self.dim - 1]
+            )
+            skip = skips.pop()
+            inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
+            features = torch.cat([norm(change + enlarged)[inside], skip], dim=1)
+        return self.last(features) / 10
+
+
+def fit_channels(features: Tensor, channels: int) -> Tensor:
+    """Drop the last channels, or put channels of zeros in front."""
+    missing = channels - features.shape[1]
+    if missing <= 0:
+        return features[:, :channels]
+    return F.pad(features, (0, 0) * (features.dim() - 2) + (missing, 0))

@@ -1,0 +1,261 @@
+"""Maps from points to points, and what one does with them: compose, warp, invert.
+
+A transform φ of a registration Φ[moving, fixed] takes points of the fixed image to points of the moving image, both
+in unit coordinates, so that moving ∘ φ looks like fixed: images are pulled back, points are pushed forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from carlreg.grids import Interpolation, Outside, interpolate, voxel_points, voxel_size
+
+Extrapolation = Literal["clamp", "mirror"]
+Self = TypeVar("Self", bound="Transform")
+
+
+class Transform(ABC):
+    """A map from points of [0, 1]^D to points of R^D. Immutable; holds one map per item of a batch.
+
+    >>> phi(landmarks)        # (B, ..., D) → (B, ..., D)
+    """
+
+    @abstractmethod
+    def __call__(self, points: Tensor) -> Tensor:
+        """Push points (B, ..., D) forward."""
+
+    def on_grid_of(self, image: Tensor) -> Tensor:
+        """The map at that image's voxels: (B, *shape, D)."""
+        return self(voxel_points(image))
+
+    def map_tensors(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same transform with the function applied to every tensor in it."""
+        return self
+
+    def detach(self: Self) -> Self:
+        return self.map_tensors(Tensor.detach)
+
+    def to(self: Self, *target: torch.dtype | torch.device | str) -> Self:
+        return self.map_tensors(lambda tensor: tensor.to(*target))
+
+    def __getitem__(self: Self, items: slice) -> Self:
+        """Some items of the batch, as a transform: `phi[:2]`."""
+        return self.map_tensors(lambda tensor: tensor if tensor.shape[0] == 1 else tensor[items])
+
+
+@dataclass(frozen=True, eq=False)
+class Identity(Transform):
+    """x ↦ x."""
+
+    def __call__(self, points: Tensor) -> Tensor:
+        return points
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Transform):
+    """x ↦ A x + b, with A and b side by side in one matrix."""
+
+    matrix: Tensor  # (B, D, D+1)
+
+    def __post_init__(self) -> None:
+        if self.matrix.dim() != 3 or self.matrix.shape[2] != self.matrix.shape[1] + 1:
+            raise ValueError(f"an affine matrix has shape {tuple(self.matrix.shape)}; expected (B, D, D+1)")
+
+    @classmethod
+    def from_parts(cls, linear: Tensor, shift: Tensor) -> Affine:
+        """From A, (B, D, D), and b, (B, D)."""
+        return cls(torch.cat([linear, shift[..., None]], dim=-1))
+
+    @classmethod
+    def translation(cls, shift: Tensor) -> Affine:
+        """x ↦ x + shift, for a shift (B, D)."""
+        return cls.from_parts(torch.eye(shift.shape[-1]).to(shift).expand(len(shift), -1, -1), shift)
+
+    @property
+    def linear(self) -> Tensor:
+        return self.matrix[..., :-1]
+
+    @property
+    def shift(self) -> Tensor:
+        return self.matrix[..., -1]
+
+    def __call__(self, points: Tensor) -> Tensor:
+        dim = self.matrix.shape[1]
+        _check_coordinates(points, dim, "affine map")
+        flat = points.reshape(points.shape[0], -1, dim)
+        moved = flat @ self.linear.mT + self.shift[:, None]
+        return moved.reshape(moved.shape[0], *points.shape[1:])
+
+    def inverse(self) -> Affine:
+        linear = torch.linalg.inv(self.linear)
+        return Affine.from_parts(linear, -(linear @ self.shift[..., None])[..., 0])
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Affine:
+        return Affine(function(self.matrix))
+
+
+@dataclass(frozen=True, eq=False)
+class DisplacementField(Transform):
+    """x ↦ x + u(x), u interpolated linearly between the voxels of a grid over [0, 1]^D.
+
+    Outside the cube, "clamp" continues u by its border values; "mirror" is 2·u(clip x) − u(reflect x), which keeps
+    the Jacobian continuous across the faces (Appendix, Improved Extrapolation of Displacement Fields).
+    """
+
+    displacement: Tensor  # (B, D, *shape), unit coordinates
+    extrapolate: Extrapolation = "clamp"
+
+    def __post_init__(self) -> None:
+        field = self.displacement
+        if field.dim() < 3 or field.shape[1] != field.dim() - 2:
+            raise ValueError(f"a displacement field has shape {tuple(field.shape)}; expected (B, D, *shape)")
+        if self.extrapolate not in ("clamp", "mirror"):
+            raise ValueError(f"unknown extrapolation {self.extrapolate!r}; expected 'clamp' or 'mirror'")
+
+    def __call__(self, points: Tensor) -> Tensor:
+        _check_coordinates(points, self.displacement.shape[1], "field")
+        inside = points.clamp(0, 1)
+        if self.extrapolate == "clamp":
+            return points + self._sample(inside)
+        # reflect, then clip: points further out than one cube's width see the opposite face.
+        reflected = (2 * inside - points).clamp(0, 1)
+        return points + 2 * self._sample(inside) - self._sample(reflected)
+
+    def on_grid_of(self, image: Tensor) -> Tensor:
+        if image.shape[2:] != self.displacement.shape[2:]:
+            return super().on_grid_of(image)
+        # Same voxels: nothing to interpolate.
+        return voxel_points(self.displacement) + self.displacement.movedim(1, -1)
+
+    def _sample(self, points: Tensor) -> Tensor:
+        return interpolate(self.displacement, points).movedim(1, -1)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DisplacementField:
+        return dataclasses.replace(self, displacement=function(self.displacement))
+
+
+@dataclass(frozen=True, eq=False)
+class Composition(Transform):
+    """x ↦ first(second(…(x))): the last transform acts first. Made by `compose`."""
+
+    transforms: tuple[Transform, ...]
+
+    def __call__(self, points: Tensor) -> Tensor:
+        for transform in reversed(self.transforms):
+            points = transform(points)
+        return points
+
+    def on_grid_of(self, image: Tensor) -> Tensor:
+        *outer, inner = self.transforms
+        return Composition(tuple(outer))(inner.on_grid_of(image))
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Composition:
+        return Composition(tuple(transform.map_tensors(function) for transform in self.transforms))
+
+
+def compose(*transforms: Transform) -> Transform:
+    """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies neighbouring affine maps."""
+    parts: list[Transform] = []
+    for transform in transforms:
+        for part in transform.transforms if isinstance(transform, Composition) else (transform,):
+            if isinstance(part, Identity):
+                continue
+            if parts and isinstance(part, Affine) and isinstance(parts[-1], Affine):
+                outer = parts.pop()
+                shift = outer.linear @ part.shift[..., None] + outer.shift[..., None]
+                part = Affine.from_parts(outer.linear @ part.linear, shift[..., 0])
+            parts.append(part)
+    if not parts:
+        return Identity()
+    return parts[0] if len(parts) == 1 else Composition(tuple(parts))
+
+
+def warp(
+    image: Tensor,
+    transform: Transform,
+    *,
+    like: Tensor,
+    mode: Interpolation = "linear",
+    outside: Outside = "border",
+) -> Tensor:
+    """image ∘ transform, sampled on the voxels of `like`: (B, C, *image) → (B, C, *like).
+
+    >>> warped = warp(moving, phi, like=fixed)
+    """
+    return interpolate(image, transform.on_grid_of(like), mode=mode, outside=outside)
+
+
+def fit_affine(points: Tensor, targets: Tensor, weights: Tensor | None = None) -> Affine:
+    """The affine map that takes points (B, ..., D) closest to targets, in the (weighted) least-squares sense."""
+    batch, dim = max(points.shape[0], targets.shape[0]), points.shape[-1]
+    source = points.reshape(points.shape[0], -1, dim).expand(batch, -1, -1)
+    target = targets.reshape(targets.shape[0], -1, dim).expand(batch, -1, -1)
+    weight = torch.ones_like(source[..., :1]) if weights is None else weights.reshape(batch, -1, 1)
+    weight = weight / weight.sum(dim=1, keepdim=True)
+    # Centred, the normal equations are as well conditioned as the cloud of points is round.
+    source_mean, target_mean = (weight * source).sum(1, keepdim=True), (weight * target).sum(1, keepdim=True)
+    centred = weight * (source - source_mean)
+    covariance = centred.mT @ (source - source_mean)
+    linear = torch.linalg.solve(covariance, centred.mT @ (target - target_mean)).mT
+    return Affine.from_parts(linear, (target_mean - source_mean @ linear.mT)[:, 0])
+
+
+def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: float = 1e-4) -> DisplacementField:
+    """The inverse map on the voxels of `like`, the image whose points `transform` returns.
+
+    Solves transform(x) = y for every voxel y by x ← x − A⁻¹(transform(x) − y), where A is the transform's best affine
+    approximation, so that large rotations and shifts cost nothing. A point that overshoots goes on from its best
+    place with half the step. Stops after `steps`, or when every residual is below `tolerance` voxels.
+    """
+    with torch.no_grad():
+        target = voxel_points(like)
+        affine = fit_affine(target, transform(target))
+        undo = Affine.from_parts(torch.linalg.inv(affine.linear), torch.zeros_like(affine.shift))
+        size = voxel_size(like.shape[2:], like)
+        best = affine.inverse()(target)
+        residual = transform(best) - target
+        error = (residual / size).norm(dim=-1, keepdim=True)
+        step = torch.ones_like(error)
+        for _ in range(steps):
+            if error.max() < tolerance:
+                break
+            trial = best - step * undo(residual)
+            trial_residual = transform(trial) - target
+            trial_error = (trial_residual / size).norm(dim=-1, keepdim=True)
+            better = trial_error < error
+            best = torch.where(better, trial, best)
+            residual = torch.where(better, trial_residual, residual)
+            error = torch.where(better, trial_error, error)
+            step = torch.where(better, (1.5 * step).clamp(max=1), step / 2)
+        return DisplacementField((best - target).movedim(-1, 1))
+
+
+def random_rotation(
+    shape: Sequence[int], batch: int, *, like: Tensor, generator: torch.Generator | None = None
+) -> Affine:
+    """Rotations drawn uniformly from SO(D), about the centre of an image with isotropic voxels and these sides.
+
+    A rotation in voxels is conjugated by the box's aspect ratio to become a map of unit coordinates.
+    """
+    dim = len(shape)
+    gaussian = torch.randn(batch, dim, dim, dtype=torch.float64, generator=generator)
+    orthogonal, upper = torch.linalg.qr(gaussian)
+    orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # makes QR's answer unique: Haar measure
+    orthogonal[:, :, 0] *= torch.linalg.det(orthogonal).sign()[:, None]
+    size = torch.tensor([max(n - 1, 1) for n in shape], dtype=torch.float64)
+    linear = orthogonal * size / size[:, None]
+    centre = torch.full((batch, dim), 0.5, dtype=torch.float64)
+    shift = centre - (linear @ centre[..., None])[..., 0]
+    return Affine(Affine.from_parts(linear, shift).matrix.to(like))
+
+
+def _check_coordinates(points: Tensor, dim: int, what: str) -> None:
+    if points.shape[-1] != dim:
+        raise ValueError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
