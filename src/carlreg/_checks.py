@@ -56,5 +56,5 @@ def check_pair(moving: Tensor, fixed: Tensor) -> None:
 def check_same_shape(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
     if first.shape != second.shape:
         raise ValueError(
-            f"{names[0]} has shape {tuple(first.shape)} but {names[1]} has {tuple(second.shape)}; expected the same shape"
+            f"{names[0]} has shape {tuple(first.shape)} but {names[1]} has {tuple(second.shape)}; expected the same"
         )
