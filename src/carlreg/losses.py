@@ -99,7 +99,8 @@ def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
 
     def neighbour(axis: int, sign: int) -> Tensor:
         start = [dilation * (1 + sign * (axis == a)) for a in range(dim)]
-        return padded[(slice(None), slice(None), *(slice(s, s + n) for s, n in zip(start, shape, strict=True)))]
+        window = (slice(None), slice(None), *(slice(s, s + n) for s, n in zip(start, shape, strict=True)))
+        return padded[window]
 
     neighbours = {(axis, sign): neighbour(axis, sign) for axis in range(dim) for sign in (-1, 1)}
     pairs = [(a, b) for a, b in itertools.combinations(neighbours, 2) if a[0] != b[0]]

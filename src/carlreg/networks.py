@@ -91,12 +91,9 @@ class Symmetrized(nn.Module):
         self.reach = encoder.reach
 
     def forward(self, image: Tensor) -> Tensor:
-        total: Tensor | float = 0.0
-        rotations = list(axis_rotations(image.dim() - 2, self.group))
-        for axes, flips in rotations:
-            features = self.encoder(rotate_grid(image, axes, flips))
-            total = total + unrotate_grid(features, axes, flips)
-        return total / len(rotations)
+        rotations = list(axis_rotations(self.dim, self.group))
+        turned = [unrotate_grid(self.encoder(rotate_grid(image, *g)), *g) for g in rotations]
+        return torch.stack(turned).mean(dim=0)  # mean of g⁻¹ · Conv(g · image)
 
 
 Axes = tuple[int, ...]

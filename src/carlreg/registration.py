@@ -91,7 +91,7 @@ class Downsample(RegistrationAlgorithm):
 
 def _to_coarse(image: Tensor) -> Affine:
     scale, shift = fine_to_coarse(image.shape[2:])
-    return Affine(Affine.from_parts(torch.diag(scale)[None], shift[None]).matrix.to(image))
+    return Affine.from_parts(torch.diag(scale)[None], shift[None]).to(image)
 
 
 class PredictDisplacement(RegistrationAlgorithm):
@@ -132,8 +132,8 @@ class CoordinateAttention(RegistrationAlgorithm):
 
     def crop(self, features: Tensor) -> Tensor:
         """The features of the image itself, without the padding."""
-        inside = (slice(self.padding, n - self.padding) for n in features.shape[2:])
-        return features[(slice(None), slice(None), *inside)]
+        inside = (slice(None), slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[2:]))
+        return features[inside]
 
     def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
         _check_network(self.encoder, fixed)
@@ -156,6 +156,9 @@ class ClosedFormXi(RegistrationAlgorithm):
     the same value lies. `bandwidth` is how close, as a Gaussian's width: about half a voxel is the sharpest that
     still interpolates between voxels.
     """
+
+    weights: Tensor
+    phases: Tensor
 
     def __init__(self, dim: int, bandwidth: float = 0.01, frequencies: int = 256, sharpness: float = 200.0) -> None:
         super().__init__()

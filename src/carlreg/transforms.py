@@ -42,8 +42,9 @@ class Transform(ABC):
     def detach(self: Self) -> Self:
         return self.map_tensors(Tensor.detach)
 
-    def to(self: Self, *target: torch.dtype | torch.device | str) -> Self:
-        return self.map_tensors(lambda tensor: tensor.to(*target))
+    def to(self: Self, like: Tensor) -> Self:
+        """On that tensor's device, in its dtype."""
+        return self.map_tensors(lambda tensor: tensor.to(like))
 
     def __getitem__(self: Self, items: slice) -> Self:
         """Some items of the batch, as a transform: `phi[:2]`."""
@@ -167,11 +168,12 @@ def compose(*transforms: Transform) -> Transform:
         for part in transform.transforms if isinstance(transform, Composition) else (transform,):
             if isinstance(part, Identity):
                 continue
-            if parts and isinstance(part, Affine) and isinstance(parts[-1], Affine):
-                outer = parts.pop()
+            outer = parts[-1] if parts else None
+            if isinstance(part, Affine) and isinstance(outer, Affine):
                 shift = outer.linear @ part.shift[..., None] + outer.shift[..., None]
-                part = Affine.from_parts(outer.linear @ part.linear, shift[..., 0])
-            parts.append(part)
+                parts[-1] = Affine.from_parts(outer.linear @ part.linear, shift[..., 0])
+            else:
+                parts.append(part)
     if not parts:
         return Identity()
     return parts[0] if len(parts) == 1 else Composition(tuple(parts))
@@ -253,7 +255,7 @@ def random_rotation(
     linear = orthogonal * size / size[:, None]
     centre = torch.full((batch, dim), 0.5, dtype=torch.float64)
     shift = centre - (linear @ centre[..., None])[..., 0]
-    return Affine(Affine.from_parts(linear, shift).matrix.to(like))
+    return Affine.from_parts(linear, shift).to(like)
 
 
 def _check_coordinates(points: Tensor, dim: int, what: str) -> None:
