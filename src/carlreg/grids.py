@@ -117,6 +117,7 @@ def fine_to_coarse(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     Coarse voxel j averages fine voxels 2j and 2j + 1, so it lies at fine index 2j + ½, not at the same place of
     the unit cube. Pooling as if it did stretches every translation and breaks equivariance.
     """
+    pooled = torch.tensor([n > 1 for n in shape])
     fine = torch.tensor([max(n - 1, 1) for n in shape], dtype=torch.float64)
     coarse = torch.tensor([max(n - 1, 1) for n in pooled_shape(shape)], dtype=torch.float64)
-    return fine / (2 * coarse), -1 / (4 * coarse)
+    return (fine / (2 * coarse)).where(pooled, 1), (-1 / (4 * coarse)).where(pooled, 0)

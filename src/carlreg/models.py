@@ -95,14 +95,16 @@ def add_refinement(
 
     The new U-Net is as wide as the model's own, unless said otherwise.
     """
-    network = next(module for module in model.modules() if isinstance(module, (UNet, Encoder)))
+    network = next((m for m in model.modules() if isinstance(m, (UNet, Encoder))), None)
+    if network is None:
+        raise ValueError(f"{type(model).__name__} holds no Encoder or UNet; expected a network of this package")
     steps = [m for m in model.modules() if isinstance(m, (PredictDisplacement, CoordinateAttention))]
     unets = [m.network for m in steps if isinstance(m, PredictDisplacement)]
     down = unet_down or (unets[-1].down if unets else UNET_DOWN)
     up = unet_up or (unets[-1].up if unets else UNET_UP)
     psi = PredictDisplacement(UNet(network.dim, network.channels, down, up), steps[0].extrapolate)
     weights = next(model.parameters())
-    return TwoStep(model, psi.to(weights.device, weights.dtype).train(model.training))
+    return TwoStep(model, psi.to(weights.device, weights.dtype)).train(model.training)
 
 
 def _refined(
@@ -154,11 +156,13 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     """The module that `describe` described, with fresh weights."""
     arguments = dict(description)
     name = arguments.pop("part", None)
-    if name not in PARTS:
+    if not isinstance(name, str) or name not in PARTS:
         raise ModelFileError(f"the model has a part {name!r}; this version knows {sorted(PARTS)}")
     try:
         return PARTS[name](**{k: build(v) if isinstance(v, Mapping) else v for k, v in arguments.items()})
-    except (TypeError, ValueError) as error:
+    except ModelFileError:
+        raise
+    except Exception as error:  # whatever a constructor makes of arguments from a damaged file
         raise ModelFileError(f"the model's {name} cannot be built from {arguments}: {error}") from error
 
 
@@ -179,6 +183,9 @@ def save(
         name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in model.state_dict().items()
     }
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds values that are not finite in {tensor.dtype}; the file was not written")
     header = {**(metadata or {}), "format": FORMAT, "architecture": json.dumps(describe(model))}
     write_atomically(path, to_bytes(tensors, header))
 
@@ -202,8 +209,13 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
 
     >>> model = load("carl.safetensors")
     """
-    header = read_metadata(path)
-    model = build(json.loads(header["architecture"]))
+    try:
+        architecture = json.loads(read_metadata(path)["architecture"])
+    except json.JSONDecodeError as error:
+        raise ModelFileError(f"{path} is damaged: its architecture is not readable ({error})") from error
+    if not isinstance(architecture, dict):
+        raise ModelFileError(f"{path} is damaged: its architecture is {architecture!r}; expected an object")
+    model = build(architecture)
     if not isinstance(model, RegistrationAlgorithm):
         raise ModelFileError(f"{path} holds a {type(model).__name__}, which is not a registration algorithm")
     from safetensors.torch import load_file
@@ -259,7 +271,10 @@ def from_icon(state_dict: Mapping[str, Tensor]) -> RegistrationAlgorithm:
             weights[bare] = tensor
     if not weights:
         raise ValueError("the state dict holds no weights; expected one from icon_registration")
-    return _icon_module(weights).eval()
+    try:
+        return _icon_module(weights).eval()
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"the state dict does not fit a network of icon_registration: {error}") from error
 
 
 def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:

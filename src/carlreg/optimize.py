@@ -58,7 +58,10 @@ def instance_optimize(
     """
     if steps < 0:
         raise ValueError(f"steps is {steps}; expected 0 or more")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no weights to optimise; expected a network")
     with torch.inference_mode(False), torch.enable_grad():
+        moving, fixed = (image.clone() if image.is_inference() else image for image in (moving, fixed))
         tuned = copy.deepcopy(model).eval().requires_grad_(True)
         optimizer = torch.optim.Adam(tuned.parameters(), lr=learning_rate)
         generator = torch.Generator(device=moving.device).manual_seed(seed)

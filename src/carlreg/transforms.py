@@ -35,9 +35,9 @@ class Transform(ABC):
         """The map at that image's voxels: (B, *shape, D)."""
         return self(voxel_points(image))
 
+    @abstractmethod
     def map_tensors(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same transform with the function applied to every tensor in it."""
-        return self
 
     def detach(self: Self) -> Self:
         return self.map_tensors(Tensor.detach)
@@ -48,6 +48,8 @@ class Transform(ABC):
 
     def __getitem__(self: Self, items: slice) -> Self:
         """Some items of the batch, as a transform: `phi[:2]`."""
+        if not isinstance(items, slice):
+            raise TypeError(f"a transform is indexed by a slice of its batch; got {items!r}: use phi[0:1] for one item")
         return self.map_tensors(lambda tensor: tensor if tensor.shape[0] == 1 else tensor[items])
 
 
@@ -57,6 +59,9 @@ class Identity(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         return points
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Identity:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +94,7 @@ class Affine(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         dim = self.matrix.shape[1]
-        _check_coordinates(points, dim, "affine map")
+        _check_points(points, dim, len(self.matrix), "affine map")
         flat = points.reshape(points.shape[0], -1, dim)
         moved = flat @ self.linear.mT + self.shift[:, None]
         return moved.reshape(moved.shape[0], *points.shape[1:])
@@ -121,7 +126,7 @@ class DisplacementField(Transform):
             raise ValueError(f"unknown extrapolation {self.extrapolate!r}; expected 'clamp' or 'mirror'")
 
     def __call__(self, points: Tensor) -> Tensor:
-        _check_coordinates(points, self.displacement.shape[1], "field")
+        _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
         inside = points.clamp(0, 1)
         if self.extrapolate == "clamp":
             return points + self._sample(inside)
@@ -258,6 +263,11 @@ def random_rotation(
     return Affine.from_parts(linear, shift).to(like)
 
 
-def _check_coordinates(points: Tensor, dim: int, what: str) -> None:
+def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
     if points.shape[-1] != dim:
         raise ValueError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
+    if points.dim() < 2 or (len(points) != batch and 1 not in (len(points), batch)):
+        raise ValueError(
+            f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}; "
+            f"expected ({batch}, ..., {dim}): add the batch axis with points[None]"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from carlreg.attention.chunked import chunked_attention
@@ -20,15 +21,19 @@ def coordinate_attention(queries: Tensor, keys: Tensor, coords: Tensor | Grid, *
 
     queries (B, N, C) and keys (B, M, C) are feature vectors; coords, a Grid of M points or a tensor (M, D) or
     (B, M, D), says where the keys are. The result (B, N, D) is where each query's match lies: a convex combination of
-    the keys' positions. Backends differ in speed alone; "reference" does hold the matrix and is there for tests.
+    the keys' positions, in float32 at least, also under autocast. Backends differ in speed alone; "reference" does
+    hold the matrix and is there for tests.
     """
     _check(queries, keys)
-    points = _positions(coords, keys)
     if backend == "auto":
         backend = "chunked"
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted(BACKENDS)}")
-    return BACKENDS[backend](queries, keys, points)
+    # Half-precision features are fine, half-precision coordinates are not: bfloat16 is off by up to 1/256 of the image.
+    precise = torch.promote_types(queries.dtype, torch.float32)
+    with torch.autocast(queries.device.type, enabled=False):
+        queries, keys = queries.to(precise), keys.to(precise)
+        return BACKENDS[backend](queries, keys, _positions(coords, keys))
 
 
 def _check(queries: Tensor, keys: Tensor) -> None:

@@ -1,0 +1,82 @@
+"""Small networks with random last convolutions, textures, and shifts by whole voxels: what many tests need."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from carlreg.networks import UNet
+
+Model = TypeVar("Model", bound=nn.Module)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
+"""U-Nets as deep as the paper's, so with the same strides and reach, but narrow."""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def randomize(model: Model, *inputs: Tensor, move: float = 4.0) -> Model:
+    """Random weights that behave like trained ones on these inputs (a pair of images, or what a network takes).
+
+    BatchNorm gets the statistics of the inputs, so that features are centred and differ from voxel to voxel; each
+    refinement gets a random last convolution (it starts at zero), scaled to move points by `move` voxels on average.
+    """
+
+    def scale_last(unet: UNet, _: object, output: Tensor) -> Tensor:
+        factor = move / displacement_in_voxels(output)
+        unet.last.weight.data *= factor
+        unet.last.bias.data *= factor
+        return output * factor
+
+    norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+    unets = [module for module in model.modules() if isinstance(module, UNet)]
+    for unet in unets:
+        nn.init.normal_(unet.last.weight)
+        nn.init.normal_(unet.last.bias)
+    with torch.no_grad():
+        for norm in norms:
+            norm.momentum = 1.0
+        model.train()(*inputs)
+        for norm in norms:
+            norm.momentum = 0.1
+        hooks = [unet.register_forward_hook(scale_last) for unet in unets]
+        model.eval()(*inputs)
+        for hook in hooks:
+            hook.remove()
+    return model.requires_grad_(False)
+
+
+def displacement_in_voxels(displacement: Tensor) -> float:
+    """Root mean square length of a displacement (B, D, *shape), in voxels."""
+    return float(voxels(displacement.movedim(1, -1), displacement.shape[2:]).square().sum(-1).mean().sqrt())
+
+
+def texture(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random values, no two neighbourhoods alike: (1, 1, *shape)."""
+    return torch.rand(1, 1, *shape, dtype=dtype)
+
+
+def paste(patch: Tensor, canvas: tuple[int, ...], at: tuple[int, ...]) -> Tensor:
+    """The patch on a blank canvas, its first voxel at index `at`."""
+    image = torch.zeros(*patch.shape[:2], *canvas, dtype=patch.dtype)
+    window = (slice(None), slice(None), *(slice(a, a + n) for a, n in zip(at, patch.shape[2:], strict=True)))
+    image[window] = patch
+    return image
+
+
+def voxels(points: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Unit coordinates, or differences of them, in voxels of an image with these sides."""
+    return points * torch.tensor([max(n - 1, 1) for n in shape], dtype=points.dtype)

@@ -1,0 +1,202 @@
+"""Losses against direct sums and known answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import texture
+from torch import Tensor
+
+from carlreg import Affine, DisplacementField, Identity, diffusion, lncc, lncc2, mind, registration_loss, ssd
+from carlreg.grids import voxel_points
+from carlreg.losses import SIMILARITIES, gaussian_blur, gradicon, jittered_points, local_correlation, mind_ssc
+
+
+def test_lncc_against_a_direct_sum() -> None:
+    """Weighted correlation in a 17 × 17 Gaussian window, written out for a few voxels; zeros outside the image."""
+    first, second = texture(23, 26)[0, 0], texture(23, 26)[0, 0]
+    taps = [math.exp(-0.5 * (k / 4) ** 2) for k in range(-8, 9)]
+    total = sum(taps)
+    correlation = local_correlation(first[None, None], second[None, None])[0, 0]
+    for row, column in [(0, 0), (11, 13), (22, 3)]:
+        sums = dict.fromkeys(("a", "b", "aa", "bb", "ab"), 0.0)
+        for i, j in itertools.product(range(-8, 9), repeat=2):
+            if 0 <= row + i < 23 and 0 <= column + j < 26:
+                weight = taps[i + 8] * taps[j + 8] / total**2
+                a, b = float(first[row + i, column + j]), float(second[row + i, column + j])
+                for name, value in (("a", a), ("b", b), ("aa", a * a), ("bb", b * b), ("ab", a * b)):
+                    sums[name] += weight * value
+        va, vb = (max(sums[n * 2] - sums[n] ** 2, 0) + 1e-5 for n in "ab")
+        assert float(correlation[row, column]) == pytest.approx(
+            (sums["ab"] - sums["a"] * sums["b"]) / math.sqrt(va * vb)
+        )
+    assert float(lncc(first[None, None], second[None, None])) == pytest.approx(1 - float(correlation.mean()))
+
+
+def test_blur_preserves_constants_inside_and_is_separable() -> None:
+    ones = torch.ones(1, 1, 40, 30, dtype=torch.float64)
+    assert (gaussian_blur(ones, 4)[..., 8:-8, 8:-8] - 1).abs().max() < 1e-12
+    impulse = torch.zeros(1, 1, 41, 41, dtype=torch.float64)
+    impulse[..., 20, 20] = 1
+    blurred = gaussian_blur(impulse, 2)[0, 0]
+    profile = blurred[20] / blurred[20].sum()
+    assert torch.allclose(blurred, profile[:, None] * profile)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_similarities_prefer_equal_images(dim: int) -> None:
+    image, other = texture(*(24,) * dim), texture(*(24,) * dim)
+    for name, similarity in SIMILARITIES.items():
+        if name == "mind" and dim == 1:
+            continue
+        assert float(similarity(image, image)) < 2e-3, name
+        assert float(similarity(other, image)) > float(similarity(image, image)) + 0.01, name
+
+
+def test_what_each_similarity_is_blind_to() -> None:
+    image = texture(32, 32)
+    inside = torch.zeros_like(image)
+    inside[..., 8:-8, 8:-8] = 1  # nearer to the border, windows see the zeros outside
+    assert float(lncc(3 * image + 7, image, mask=inside)) < 1e-3  # brightness and contrast
+    assert float(lncc(-image, image)) > 1.99
+    assert float(lncc2(-image, image)) < 1e-3  # inverted contrast
+    assert float(mind(1 - image, image)) < 1e-12
+    assert float(ssd(image + 2, image)) == pytest.approx(4)
+
+
+def test_mind_against_a_direct_sum() -> None:
+    """MIND-SSC of one interior voxel in 2-D: box-averaged squared differences of neighbours at right angles."""
+    image = texture(20, 20)
+    row, column, radius, dilation = 9, 11, 2, 2
+    offsets = {(a, s): tuple(s * dilation * (a == b) for b in range(2)) for a in range(2) for s in (-1, 1)}
+    pairs = [(p, q) for p, q in itertools.combinations(offsets, 2) if p[0] != q[0]]
+    assert len(pairs) == 4
+
+    def distances(r: int, c: int) -> Tensor:
+        values = []
+        for p, q in pairs:
+            patch = [
+                (
+                    image[0, 0, r + i + offsets[p][0], c + j + offsets[p][1]]
+                    - image[0, 0, r + i + offsets[q][0], c + j + offsets[q][1]]
+                )
+                ** 2
+                for i, j in itertools.product(range(-radius, radius + 1), repeat=2)
+            ]
+            values.append(torch.stack(patch).mean())
+        distance = torch.stack(values)
+        return distance - distance.min()
+
+    here = distances(row, column)
+    expected = torch.exp(-here / here.mean())  # the clamp to the image's average does not bite in plain noise
+    assert torch.allclose(mind_ssc(image)[0, :, row, column], expected)
+    assert mind_ssc(texture(9, 9, 9)).shape == (1, 12, 9, 9, 9)
+
+
+def test_masks_restrict_the_average() -> None:
+    first, second = texture(20, 20).repeat(2, 1, 1, 1), texture(20, 20).repeat(2, 1, 1, 1)
+    mask = torch.zeros(2, 1, 20, 20)
+    mask[0, :, :5] = 1
+    mask[1, :, 3, 4] = 7
+    difference = (first - second).square()
+    expected = (difference[0, :, :5].mean() + difference[1, 0, 3, 4]) / 2
+    assert float(ssd(first, second, mask=mask)) == pytest.approx(float(expected))
+    for similarity in SIMILARITIES.values():
+        everywhere = similarity(first, second, mask=torch.ones(2, 1, 20, 20))
+        assert float(everywhere) == pytest.approx(float(similarity(first, second)))
+    with pytest.raises(ValueError, match="mask is empty"):
+        ssd(first, second, mask=torch.zeros(2, 1, 20, 20))
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 20, 19\)"):
+        lncc(first, second, mask=mask[..., :-1])
+
+
+# ---- regularity -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_diffusion_of_a_linear_map_is_its_frobenius_norm(dim: int) -> None:
+    """‖∇φ − I‖²_F / D, whatever the grid: here φ(x) = (I + G) x."""
+    gradient = torch.randn(dim, dim, dtype=torch.float64)
+    points = voxel_points(texture(*(7, 9, 12)[:dim]))
+    displacement = (points @ gradient.mT).movedim(-1, 1)
+    assert float(diffusion(displacement)) == pytest.approx(float(gradient.square().sum()) / dim)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_gradicon_of_affine_maps_is_the_frobenius_norm_of_their_product(dim: int) -> None:
+    first, second = (Affine(torch.randn(1, dim, dim + 1, dtype=torch.float64)) for _ in range(2))
+    points = torch.rand(1, 40, dim, dtype=torch.float64)
+    product = (first.linear @ second.linear)[0] - torch.eye(dim, dtype=torch.float64)
+    assert float(gradicon(first, second, points)) == pytest.approx(float(product.square().sum()) / dim, rel=1e-6)
+    assert float(gradicon(first, first.inverse(), points)) < 1e-18
+
+
+def test_gradicon_allows_what_diffusion_forbids() -> None:
+    """A large rotation and its inverse: no GradICON cost; the diffusion cost is large."""
+    angle = torch.tensor(1.2, dtype=torch.float64)
+    turn = torch.stack([torch.stack([angle.cos(), -angle.sin()]), torch.stack([angle.sin(), angle.cos()])])[None]
+    rotation = Affine.from_parts(turn, torch.zeros(1, 2, dtype=torch.float64))
+    image = texture(16, 16)
+    loss = registration_loss(rotation, rotation.inverse(), image, image)
+    assert float(loss.regularity) < 1e-15
+    loss = registration_loss(rotation, rotation.inverse(), image, image, regularity="diffusion")
+    assert float(loss.regularity) == pytest.approx(2 * (1 - math.cos(1.2)))
+
+
+def test_jittered_points_are_the_voxels_on_average() -> None:
+    image = texture(60, 50)
+    points = jittered_points(image, generator=torch.Generator().manual_seed(1))
+    noise = (points - voxel_points(image)) * torch.tensor([59.0, 49.0], dtype=torch.float64)
+    assert noise.mean().abs() < 0.05
+    assert noise.std(dim=(0, 1, 2)).tolist() == pytest.approx([1, 1], abs=0.05)
+    again = jittered_points(image, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(points, again)
+
+
+# ---- the training loss ----------------------------------------------------------------------------------------------
+
+
+def test_registration_loss_adds_up() -> None:
+    moving, fixed = texture(24, 20), texture(22, 26)
+    ab = DisplacementField(0.05 * torch.randn(1, 2, 22, 26, dtype=torch.float64))
+    ba = DisplacementField(0.05 * torch.randn(1, 2, 24, 20, dtype=torch.float64))
+    loss = registration_loss(ab, ba, moving, fixed, weight=0.7, generator=torch.Generator().manual_seed(0))
+    assert float(loss.total) == pytest.approx(float(loss.similarity) + 0.7 * float(loss.regularity))
+    points = jittered_points(moving, generator=torch.Generator().manual_seed(0))
+    assert float(loss.regularity) == pytest.approx(float(gradicon(ab, ba, points)))
+    assert loss.floats().keys() == {"total", "similarity", "regularity"}
+
+
+def test_registration_loss_of_a_perfect_answer() -> None:
+    image = texture(24, 24)
+    loss = registration_loss(Identity(), Identity(), image, image)
+    assert float(loss.total) < 5e-3
+
+
+@pytest.mark.parametrize("similarity", [*SIMILARITIES, lambda a, b, *, mask=None: (a - b).abs().mean()])
+def test_any_similarity_gives_gradients(similarity: object) -> None:
+    moving, fixed = texture(16, 16), texture(16, 16)
+    displacement = (0.01 * torch.randn(1, 2, 16, 16, dtype=torch.float64)).requires_grad_()
+    registration_loss(
+        DisplacementField(displacement), Identity(), moving, fixed, similarity=similarity
+    ).total.backward()
+    assert displacement.grad.abs().max() > 0
+
+
+def test_bad_input_is_named() -> None:
+    image = texture(16, 16)
+    with pytest.raises(ValueError, match="unknown similarity 'ncc'; expected one of"):
+        registration_loss(Identity(), Identity(), image, image, similarity="ncc")
+    with pytest.raises(ValueError, match="unknown regularity 'bending'"):
+        registration_loss(Identity(), Identity(), image, image, regularity="bending")
+    with pytest.raises(ValueError, match=r"first image has shape .* but second image has"):
+        lncc(image, texture(16, 15))
+    with pytest.raises(TypeError, match=r"second image has dtype torch.int64"):
+        ssd(image, image.long())
+    with pytest.raises(ValueError, match="a 1-D image has none"):
+        mind(texture(30), texture(30))
+    with pytest.raises(ValueError, match=r"displacement has shape \(1, 3, 4, 4\)"):
+        diffusion(torch.zeros(1, 3, 4, 4))

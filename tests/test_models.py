@@ -1,0 +1,187 @@
+"""The paper's networks, and the files that keep them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, randomize, texture
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import carlreg
+from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, save, xi
+from carlreg.models import ModelFileError, describe, read_metadata
+from carlreg.networks import Encoder, UNet
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_parameter_counts() -> None:
+    """As the paper's and the authors' networks in 3-D: 3.99 M, 17.67 M and 57.0 M."""
+    assert parameters(Encoder(3)) == 3_986_816
+    assert parameters(UNet(3)) == 17_670_229
+    assert parameters(carl()) == 3_986_816 + 3 * 17_670_229 == 56_997_503
+    assert parameters(gradicon()) == 4 * 17_670_229
+
+
+def test_carl_is_the_papers_expression() -> None:
+    """TwoStep{TwoStep{Down{TwoStep{Down{Ξθ}, Ψ1}}, Ψ2}, Ψ3}."""
+
+    def expression(part: dict[str, object]) -> str:
+        inner = [expression(v) for v in (part.get("phi"), part.get("psi")) if isinstance(v, dict)]
+        names = {"Downsample": "Down", "CoordinateAttention": "Ξ", "PredictDisplacement": "Ψ"}
+        name = names.get(str(part["part"]), str(part["part"]))
+        return f"{name}{{{', '.join(inner)}}}" if inner else name
+
+    assert expression(describe(carl())) == "TwoStep{TwoStep{Down{TwoStep{Down{Ξ}, Ψ}}, Ψ}, Ψ}"
+    assert expression(describe(carl(refinements=2))) == "TwoStep{Down{TwoStep{Down{Ξ}, Ψ}}, Ψ}"
+    assert expression(describe(gradicon())) == "TwoStep{TwoStep{Down{TwoStep{Down{Ψ}, Ψ}}, Ψ}, Ψ}"
+    assert expression(describe(xi())) == "Down{Down{Ξ}}"
+
+
+def test_only_two_or_three_refinements() -> None:
+    with pytest.raises(ValueError, match="refinements is 4; expected 2"):
+        carl(refinements=4)
+
+
+@pytest.mark.parametrize("make", [carl, carl_rot])
+def test_adding_a_refinement_changes_nothing_at_first(make: type) -> None:
+    pair = texture(32, 32), texture(32, 32)
+    model = randomize(make(2, 2, width=4, **SMALL).double(), *pair)
+    larger = add_refinement(model)
+    assert torch.allclose(larger(*pair).on_grid_of(pair[1]), model(*pair).on_grid_of(pair[1]), atol=1e-9)
+    assert describe(larger) == describe(make(2, 3, width=4, **SMALL))
+    assert not larger.training
+    nn.init.normal_(larger.psi.network.last.weight)
+    assert not torch.allclose(larger(*pair).on_grid_of(pair[1]), model(*pair).on_grid_of(pair[1]))
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> RegistrationAlgorithm:
+    return randomize(carl(2, width=4, **SMALL), torch.rand(1, 1, 32, 32), torch.rand(1, 1, 32, 32))
+
+
+@pytest.mark.parametrize("make", [carl, carl_rot, gradicon, xi])
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_a_model_comes_back_from_its_file_alone(make: type, dim: int, tmp_path: Path) -> None:
+    options = {} if make is xi else dict(SMALL)
+    if make is not gradicon:
+        options["width"] = 4
+    pair = torch.rand(2, 1, 1, *(20,) * dim)
+    model = randomize(make(dim, **options), *pair)
+    save(model, tmp_path / "model.safetensors", metadata={"name": "a test", "licence": "none"})
+    back = load(tmp_path / "model.safetensors")
+    assert torch.equal(back(*pair).on_grid_of(pair[1]), model(*pair).on_grid_of(pair[1]))
+    assert describe(back) == describe(model)
+    assert not back.training
+    assert read_metadata(tmp_path / "model.safetensors")["licence"] == "none"
+
+
+def test_half_precision_files(model: RegistrationAlgorithm, tmp_path: Path) -> None:
+    save(model, tmp_path / "half", dtype=torch.float16)
+    save(model, tmp_path / "full")
+    assert os.path.getsize(tmp_path / "half") < 0.7 * os.path.getsize(tmp_path / "full")
+    back = load(tmp_path / "half")
+    assert all(p.dtype == torch.float32 for p in back.parameters())
+    for name, weight in model.named_parameters():
+        assert torch.allclose(back.get_parameter(name), weight, rtol=1e-3, atol=1e-6)
+
+
+def test_a_failed_write_leaves_the_old_file(
+    model: RegistrationAlgorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    save(model, path)
+    before = path.read_bytes()
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(model, path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_refused_files(model: RegistrationAlgorithm, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    save(model, good)
+    header, tensors = read_metadata(good), load_file(good)
+
+    with pytest.raises(FileNotFoundError, match="no model file at"):
+        load(tmp_path / "absent")
+    bad.write_bytes(b"not a model at all")
+    with pytest.raises(ModelFileError, match="is not a model file, or it is damaged"):
+        load(bad)
+    bad.write_bytes(good.read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match="is not a model file, or it is damaged"):
+        load(bad)
+    torch.save(model.state_dict(), bad)
+    with pytest.raises(ModelFileError, match="is not a model file"):
+        load(bad)
+    save_file(tensors, bad)
+    with pytest.raises(ModelFileError, match="says format None; expected 'carlreg-1'"):
+        load(bad)
+    save_file(tensors, bad, {**header, "architecture": header["architecture"].replace("TwoStep", "ThreeStep")})
+    with pytest.raises(ModelFileError, match="has a part 'ThreeStep'; this version knows"):
+        load(bad)
+    save_file(tensors, bad, {**header, "architecture": header["architecture"].replace('"length"', '"breadth"')})
+    with pytest.raises(ModelFileError, match="CoordinateAttention cannot be built from"):
+        load(bad)
+    for broken in ('{"part": []}', '"text"', header["architecture"].replace('"dim": 2', '"dim": 7')):
+        save_file(tensors, bad, {**header, "architecture": broken})
+        with pytest.raises(ModelFileError):
+            load(bad)
+    save_file(tensors, bad, {**header, "architecture": "{"})
+    with pytest.raises(ModelFileError, match="its architecture is not readable"):
+        load(bad)
+    name = next(name for name in tensors if name.endswith("weight"))
+    save_file({k: v for k, v in tensors.items() if k != name}, bad, header)
+    with pytest.raises(ModelFileError, match=f"does not fit its own architecture: it lacks {name}"):
+        load(bad)
+    save_file({**tensors, "extra": torch.zeros(1)}, bad, header)
+    with pytest.raises(ModelFileError, match="it has unknown extra"):
+        load(bad)
+    save_file({**tensors, name: torch.zeros(3)}, bad, header)
+    with pytest.raises(ModelFileError, match=f"it has wrong shapes for {name}"):
+        load(bad)
+    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, bad, header)
+    with pytest.raises(ModelFileError, match=f"damaged: {name} holds values that are not finite"):
+        load(bad)
+
+
+def test_weights_beyond_half_precision_are_not_written(model: RegistrationAlgorithm, tmp_path: Path) -> None:
+    next(model.parameters()).data.fill_(1e6)
+    with pytest.raises(ValueError, match=r"not finite in torch.float16; the file was not written"):
+        save(model, tmp_path / "model", dtype=torch.float16)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_foreign_part_cannot_be_saved(tmp_path: Path) -> None:
+    class Mine(carlreg.Downsample):
+        pass
+
+    with pytest.raises(TypeError, match="cannot describe a Mine"):
+        save(Mine(xi(2, width=4)), tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+# ---- the public list ------------------------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    assert carlreg.__all__ == sorted(carlreg.__all__)
+    assert {name for names in carlreg._HOME.values() for name in names} == set(carlreg.__all__)
+    for name in carlreg.__all__:
+        assert getattr(carlreg, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        carlreg.nothing  # noqa: B018

@@ -1,0 +1,132 @@
+"""Instance optimisation: better on the pair, and nothing left behind."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from conftest import SMALL, randomize
+from torch import Tensor
+
+from carlreg import ClosedFormXi, RegistrationAlgorithm, carl, gradicon, instance_optimize, lncc, warp
+from carlreg.grids import Grid
+from carlreg.losses import Loss
+
+
+def blobs(shift: float) -> Tensor:
+    x = Grid.of((32, 32)).points()
+    centres = torch.tensor([[0.4, 0.4], [0.6, 0.55], [0.45, 0.7]]) + shift
+    return sum(torch.exp(-((x - c) ** 2).sum(-1) / 0.01) for c in centres)[None, None]
+
+
+@pytest.fixture
+def model() -> RegistrationAlgorithm:
+    pair = blobs(0), blobs(0.05)
+    return randomize(carl(2, width=4, **SMALL), *pair, move=0.5).requires_grad_(True)
+
+
+def fingerprint(model: RegistrationAlgorithm) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_bit_for_bit_unchanged(model: RegistrationAlgorithm, training: bool) -> None:
+    model.train(training)
+    before = fingerprint(model)
+    instance_optimize(model, blobs(0), blobs(0.05), steps=3, learning_rate=1e-2)
+    assert fingerprint(model) == before
+    assert model.training is training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_the_loss_falls_and_the_best_iterate_is_kept() -> None:
+    moving, fixed = blobs(0), blobs(0.05)
+    model = gradicon(2, **SMALL)  # starts at the identity: an untrained Ξθ would have to be trained first
+    result = instance_optimize(model, moving, fixed, steps=20, learning_rate=1e-3)
+    totals = [loss["total"] for loss in result.losses]
+    assert len(totals) == 21
+    assert result.best == totals.index(min(totals))
+    assert min(totals) < 0.9 * totals[0]
+    first = instance_optimize(model, moving, fixed, steps=0)
+    assert len(first.losses) == 1
+
+    def similarity(transform: object) -> float:
+        return float(lncc(warp(moving, transform, like=fixed), fixed))
+
+    assert similarity(result.transform) < similarity(first.transform)
+    assert not result.transform.on_grid_of(fixed).requires_grad
+
+
+def test_a_worsening_run_returns_the_best_not_the_last(model: RegistrationAlgorithm) -> None:
+    result = instance_optimize(model, blobs(0), blobs(0.05), steps=8, learning_rate=1.0)
+    totals = [loss["total"] for loss in result.losses]
+    assert result.best == totals.index(min(totals)) < len(totals) - 1
+
+
+def test_the_same_seed_gives_the_same_answer(model: RegistrationAlgorithm) -> None:
+    runs = [instance_optimize(model, blobs(0), blobs(0.05), steps=3, seed=s) for s in (1, 1, 2)]
+    fields = [run.transform.on_grid_of(blobs(0)) for run in runs]
+    assert torch.equal(fields[0], fields[1])
+    assert runs[0].losses == runs[1].losses != runs[2].losses
+
+
+def test_the_callback_sees_every_step(model: RegistrationAlgorithm) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def watch(step: int, loss: Loss) -> None:
+        seen.append((step, float(loss.total.detach())))
+
+    result = instance_optimize(model, blobs(0), blobs(0.05), steps=4, callback=watch)
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4]
+    assert [total for _, total in seen] == [loss["total"] for loss in result.losses]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_result(model: RegistrationAlgorithm) -> None:
+    calls = 0
+
+    def breaks_later(warped: Tensor, fixed: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return lncc(warped, fixed) * (torch.nan if calls > 6 else 1.0)
+
+    result = instance_optimize(model, blobs(0), blobs(0.05), steps=10, similarity=breaks_later)
+    assert result.stopped == "the loss became nan at step 3"
+    assert len(result.losses) == 3
+    assert torch.isfinite(result.transform.on_grid_of(blobs(0))).all()
+
+
+def test_a_first_loss_that_is_not_finite_is_an_error(model: RegistrationAlgorithm) -> None:
+    def broken(warped: Tensor, fixed: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return warped.sum() * torch.inf
+
+    with pytest.raises(FloatingPointError, match="at step 0: the model's own answer"):
+        instance_optimize(model, blobs(0), blobs(0.05), similarity=broken)
+
+
+def test_it_works_where_gradients_are_switched_off(model: RegistrationAlgorithm) -> None:
+    for switch in (torch.no_grad, torch.inference_mode):
+        with switch():
+            result = instance_optimize(model, blobs(0), blobs(0.05), steps=2)
+        assert result.losses[-1] != result.losses[0]
+
+
+def test_masks_and_different_shapes(model: RegistrationAlgorithm) -> None:
+    moving, fixed = blobs(0), blobs(0.05)[..., 3:, 1:]
+    result = instance_optimize(
+        model, moving, fixed, steps=2, moving_mask=torch.ones_like(moving), fixed_mask=(fixed > 0.1).float()
+    )
+    assert result.transform.on_grid_of(fixed).shape == (1, 29, 31, 2)
+    assert isinstance(result.inverse[:1].on_grid_of(moving), Tensor)
+
+
+def test_bad_input_is_named(model: RegistrationAlgorithm) -> None:
+    with pytest.raises(ValueError, match="steps is -1; expected 0 or more"):
+        instance_optimize(model, blobs(0), blobs(0), steps=-1)
+    with pytest.raises(ValueError, match="non-finite"):
+        instance_optimize(model, blobs(0) * torch.nan, blobs(0))
+    with pytest.raises(ValueError, match="ClosedFormXi has no weights to optimise"):
+        instance_optimize(ClosedFormXi(1), torch.rand(1, 1, 9), torch.rand(1, 1, 9))
