@@ -43,6 +43,10 @@ class Grid:
             self.spacing,
         )
 
+    def at(self, index: Tensor) -> Tensor:
+        """Unit coordinates of (fractional) indices (..., D)."""
+        return index * torch.tensor(self.spacing).to(index) + torch.tensor(self.origin).to(index)
+
     def points(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
         """All points, (*shape, D)."""
         # Built in float64 and rounded once, so that 1 comes out as exactly 1.
