@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: kernels run on the CPU, step by step
+
 from torch import Tensor, nn
 
 from carlreg.networks import UNet

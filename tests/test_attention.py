@@ -13,7 +13,7 @@ from carlreg.attention import chunked
 from carlreg.grids import Grid
 from carlreg.transforms import Affine
 
-LINEAR_MEMORY = ["chunked"]
+LINEAR_MEMORY = ["chunked", "fused"]
 
 
 def features(batch: int, queries: int, keys: int, width: int = 16, length: float = 4.0) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def features(batch: int, queries: int, keys: int, width: int = 16, length: float
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that every test crosses their borders."""
-    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(chunked, "BLOCK", 17)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", *LINEAR_MEMORY])

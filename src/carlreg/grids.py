@@ -6,13 +6,17 @@ voxel centres of the image that the points belong to. (On an axis of one voxel t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from carlreg.precision import full_precision
 
 Interpolation = Literal["linear", "nearest"]
 Outside = Literal["border", "zeros"]
@@ -34,6 +38,10 @@ class Grid:
     def of(cls, shape: Sequence[int]) -> Grid:
         """The voxel centres of an image with these spatial sides."""
         return cls(tuple(shape), (0.0,) * len(shape), tuple(1 / max(n - 1, 1) for n in shape))
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
 
     def pad(self, voxels: int) -> Grid:
         """The same lattice continued by so many voxels on every side: below 0 and above 1."""
@@ -86,28 +94,84 @@ def interpolate(
     if outside not in ("border", "zeros"):
         raise ValueError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     leading = points.shape[1:-1]
-    # grid_sample takes 2-D and 3-D, coordinates in [-1, 1], last array axis first.
-    sample = (2 * points - 1).flip(-1).expand(batch, *leading, dim)
     image = image.expand(batch, *image.shape[1:])
-    if dim == 1:
+    points = points.reshape(len(points), -1, dim).expand(batch, -1, dim).to(image.dtype)
+    # PyTorch's kernel adds up gradients in no particular order on a GPU.
+    by_index = image.is_cuda and torch.are_deterministic_algorithms_enabled()
+    sample = _sample_by_index if by_index else _sample_by_kernel
+    return sample(image, points, mode, outside).reshape(batch, image.shape[1], *leading)
+
+
+def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
+    """(B, C, *shape) at points (B, N, D) → (B, C, N)."""
+    # grid_sample takes 2-D and 3-D, coordinates in [-1, 1], last array axis first.
+    sample = (2 * points - 1).flip(-1)
+    if image.dim() == 3:
         image, sample = image[..., None], F.pad(sample, (1, 0))
     spatial = image.dim() - 2
-    sample = sample.reshape(batch, *(1,) * (spatial - 1), -1, spatial)
     values = F.grid_sample(
         image,
-        sample.to(image.dtype),
+        sample.reshape(len(sample), *(1,) * (spatial - 1), -1, spatial),
         mode="bilinear" if mode == "linear" else "nearest",
         padding_mode=outside,
         align_corners=True,
     )
-    return values.reshape(batch, image.shape[1], *leading)
+    return values.flatten(2)
+
+
+def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
+    """The same as a sum over the corners of each point's voxel cell, in an order that never changes."""
+    shape = image.shape[2:]
+    size = torch.tensor(shape, device=image.device)
+    position = points * (size - 1).clamp(min=1)
+    if outside == "border":
+        position = position.clamp(torch.zeros_like(size), size - 1)
+    low = position.round() if mode == "nearest" else position.floor()
+    fraction = position - low
+    low = low.long()
+    batch = torch.arange(len(image), device=image.device)[:, None]
+    values = image.movedim(1, -1)
+    total = torch.zeros_like(points[..., :1]) * values.new_zeros(image.shape[1])
+    for corner in itertools.product((0, 1), repeat=len(shape)) if mode == "linear" else [(0,) * len(shape)]:
+        offset = torch.tensor(corner, device=image.device)
+        index = low + offset
+        weight = torch.where(offset == 1, fraction, 1 - fraction).prod(dim=-1, keepdim=True) if mode == "linear" else 1
+        inside = ((index >= 0) & (index < size)).all(dim=-1, keepdim=True)
+        at = (batch, *index.clamp(torch.zeros_like(size), size - 1).unbind(-1))
+        total = total + values[at] * weight * inside
+    return total.movedim(-1, 1)
+
+
+@full_precision
+def along_axes(image: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a linear operation on rows, (1, N, n) → (1, N, m), along each spatial axis of (B, C, *shape).
+
+    As products with its matrix, which is what it makes of the identity: one path for every dimension and memory
+    format, and faster than kernels made for few dimensions. In the image's own precision, also under autocast.
+    """
+    dim = image.dim() - 2
+    channels_last = image.shape[1] > 1 and image.stride(1) == 1
+    values = image.movedim(1, -1) if channels_last else image
+    for axis in range(1, dim + 1) if channels_last else range(2, dim + 2):
+        side = values.shape[axis]
+        matrix = operation(torch.eye(side, dtype=image.dtype, device=image.device)[None])[0]  # (n, m)
+        if axis == values.dim() - 1:
+            values = values @ matrix
+        else:
+            flat = values.reshape(math.prod(values.shape[:axis]), side, -1)
+            shape = (*values.shape[:axis], matrix.shape[1], *values.shape[axis + 1 :])
+            values = (matrix.mT @ flat).reshape(shape)
+    return values.movedim(-1, 1) if channels_last else values
 
 
 def pool(image: Tensor) -> Tensor:
     """Average over blocks of two voxels per axis; an odd last voxel is kept as it is (ceil mode)."""
-    dim = image.dim() - 2
-    average = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dim - 1]
-    return average(image, tuple(min(n, 2) for n in image.shape[2:]), ceil_mode=True)
+    return along_axes(image, lambda rows: F.avg_pool1d(rows, min(rows.shape[-1], 2), ceil_mode=True))
+
+
+def enlarge(image: Tensor) -> Tensor:
+    """Twice as many voxels per axis, interpolated linearly between them; the border continues the image."""
+    return along_axes(image, lambda rows: F.interpolate(rows, scale_factor=2, mode="linear"))
 
 
 def pooled_shape(shape: Sequence[int]) -> tuple[int, ...]:

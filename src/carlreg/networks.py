@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from carlreg.grids import pool
-
-LINEAR_MODES = ("linear", "bilinear", "trilinear")
+from carlreg.grids import enlarge, pool
+from carlreg.precision import channels_last, network_input
 
 
 def conv(dim: int) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]:
@@ -68,7 +67,7 @@ class Encoder(nn.Module):
         return 1 + len(self.blocks) * sum(self.dilations)
 
     def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
-        features = self.stem(image).relu()
+        features = channels_last(self.stem(network_input(image)).relu())
         for block in self.blocks:
             features = block(features)
         return features
@@ -155,7 +154,7 @@ class UNet(nn.Module):
             nn.init.zeros_(self.last.bias)
 
     def forward(self, moving: Tensor, fixed: Tensor) -> Tensor:  # two (B, C, *shape) → (B, D, *shape)
-        features = torch.cat([moving, fixed], dim=1)
+        features = network_input(torch.cat([moving, fixed], dim=1))
         skips = []
         for layer in self.down_convs:
             skips.append(features)
@@ -163,9 +162,7 @@ class UNet(nn.Module):
             features = change + fit_channels(pool(features), change.shape[1])
         for layer, norm in zip(self.up_convs, self.norms, strict=True):
             change = layer(F.leaky_relu(features))
-            enlarged = F.interpolate(
-                fit_channels(features, change.shape[1]), scale_factor=2, mode=LINEAR_MODES[self.dim - 1]
-            )
+            enlarged = enlarge(fit_channels(features, change.shape[1]))
             skip = skips.pop()
             inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
             features = torch.cat([norm(change + enlarged)[inside], skip], dim=1)

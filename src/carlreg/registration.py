@@ -143,6 +143,7 @@ class CoordinateAttention(RegistrationAlgorithm):
             as_vectors(self.crop(fixed_features)),
             as_vectors(moving_features),
             Grid.of(moving.shape[2:]).pad(self.padding),
+            bound=self.length**2,
         ).to(fixed.dtype)
         displacement = matches.reshape(-1, *fixed.shape[2:], fixed.dim() - 2) - voxel_points(fixed)
         return DisplacementField(displacement.movedim(-1, 1), self.extrapolate)

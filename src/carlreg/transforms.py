@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from carlreg.grids import Interpolation, Outside, interpolate, voxel_points, voxel_size
+from carlreg.precision import full_precision
 
 Extrapolation = Literal["clamp", "mirror"]
 Self = TypeVar("Self", bound="Transform")
@@ -92,6 +93,7 @@ class Affine(Transform):
     def shift(self) -> Tensor:
         return self.matrix[..., -1]
 
+    @full_precision
     def __call__(self, points: Tensor) -> Tensor:
         dim = self.matrix.shape[1]
         _check_points(points, dim, len(self.matrix), "affine map")
@@ -99,6 +101,7 @@ class Affine(Transform):
         moved = flat @ self.linear.mT + self.shift[:, None]
         return moved.reshape(moved.shape[0], *points.shape[1:])
 
+    @full_precision
     def inverse(self) -> Affine:
         linear = torch.linalg.inv(self.linear)
         return Affine.from_parts(linear, -(linear @ self.shift[..., None])[..., 0])
@@ -166,6 +169,7 @@ class Composition(Transform):
         return Composition(tuple(transform.map_tensors(function) for transform in self.transforms))
 
 
+@full_precision
 def compose(*transforms: Transform) -> Transform:
     """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies neighbouring affine maps."""
     parts: list[Transform] = []
@@ -199,6 +203,7 @@ def warp(
     return interpolate(image, transform.on_grid_of(like), mode=mode, outside=outside)
 
 
+@full_precision
 def fit_affine(points: Tensor, targets: Tensor, weights: Tensor | None = None) -> Affine:
     """The affine map that takes points (B, ..., D) closest to targets, in the (weighted) least-squares sense."""
     batch, dim = max(points.shape[0], targets.shape[0]), points.shape[-1]

@@ -2,38 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib.util
+import logging
 
 import torch
 from torch import Tensor
 
 from carlreg.attention.chunked import chunked_attention
+from carlreg.attention.fused import fused_attention
 from carlreg.attention.reference import reference_attention
 from carlreg.grids import Grid
 
-Backend = Callable[[Tensor, Tensor, Tensor], Tensor]
+logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {"chunked": chunked_attention, "reference": reference_attention}
+BACKENDS = {"chunked": chunked_attention, "fused": fused_attention, "reference": reference_attention}
+KERNEL = "triton"
 
 
-def coordinate_attention(queries: Tensor, keys: Tensor, coords: Tensor | Grid, *, backend: str = "auto") -> Tensor:
+def coordinate_attention(
+    queries: Tensor, keys: Tensor, coords: Tensor | Grid, *, bound: float | None = None, backend: str = "auto"
+) -> Tensor:
     """softmax(Q Kᵀ) · coords, without ever holding the matrix of all pairs.
 
     queries (B, N, C) and keys (B, M, C) are feature vectors; coords, a Grid of M points or a tensor (M, D) or
     (B, M, D), says where the keys are. The result (B, N, D) is where each query's match lies: a convex combination of
-    the keys' positions, in float32 at least, also under autocast. Backends differ in speed alone; "reference" does
-    hold the matrix and is there for tests.
+    the keys' positions, in float32 at least, also under autocast.
+
+    `bound`, if known, is how large a logit can get. With it, on a Grid, half-precision features or autocast lead to
+    the Triton kernels on an NVIDIA GPU. Otherwise a GPU uses PyTorch's fused attention ("fused"), and a CPU "chunked".
+    "reference" does hold the matrix, for tests.
     """
     _check(queries, keys)
+    half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
     if backend == "auto":
-        backend = "chunked"
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted(BACKENDS)}")
-    # Half-precision features are fine, half-precision coordinates are not: bfloat16 is off by up to 1/256 of the image.
-    precise = torch.promote_types(queries.dtype, torch.float32)
+        backend = _choose(queries.device, coords, bound, half)
+    if backend not in (*BACKENDS, KERNEL):
+        raise ValueError(
+            f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted([*BACKENDS, KERNEL])}"
+        )
     with torch.autocast(queries.device.type, enabled=False):
+        if backend == KERNEL:
+            from carlreg.attention.kernel import kernel_attention
+
+            return kernel_attention(queries, keys, _as_grid(coords, keys))
+        # Half-precision coordinates would be wrong: bfloat16 is off by up to 1/256 of the image.
+        precise = torch.promote_types(queries.dtype, torch.float32)
         queries, keys = queries.to(precise), keys.to(precise)
         return BACKENDS[backend](queries, keys, _positions(coords, keys))
+
+
+def attention_moments(
+    queries: Tensor, keys: Tensor, coords: Grid, *, bound: float | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Mean (B, N, D) and covariance (B, N, D, D) of each query's attention: where its match lies and how sure that is.
+
+    Arguments as in `coordinate_attention`. Without gradient.
+    """
+    _check(queries, keys)
+    with torch.no_grad():
+        half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
+        if backend == KERNEL or (backend == "auto" and _choose(queries.device, coords, bound, half) == KERNEL):
+            from carlreg.attention.kernel import kernel_moments
+
+            return kernel_moments(queries, keys, _as_grid(coords, keys))
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        points = _positions(coords, keys.to(dtype))
+        # Squares of positions are attended to like positions; from the middle, little is lost in the difference.
+        middle = points.mean(dim=1, keepdim=True)
+        points = points - middle
+        squares = (points[..., :, None] * points[..., None, :]).flatten(-2)
+        dim = points.shape[-1]
+        moments = coordinate_attention(queries, keys, torch.cat([points, squares], dim=-1), backend=backend)
+        mean, second = moments[..., :dim], moments[..., dim:].unflatten(-1, (dim, dim))
+        return mean + middle, second - mean[..., :, None] * mean[..., None, :]
+
+
+def _choose(device: torch.device, coords: Tensor | Grid, bound: float | None, half: bool) -> str:
+    if device.type != "cuda":
+        return "chunked"
+    if not half or bound is None or not isinstance(coords, Grid):
+        return "fused"
+    reason = _why_no_kernel(device.index or 0)
+    if reason is None and bound <= _largest_bound():
+        return KERNEL
+    _say_once(reason or f"logits up to {bound:g} are too large for it")
+    return "fused"
+
+
+@functools.cache
+def _why_no_kernel(device: int) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip is not None:
+        return "it was written for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is too old for it"
+    return None
+
+
+def _largest_bound() -> float:
+    from carlreg.attention.kernel import LARGEST_LOGIT
+
+    return LARGEST_LOGIT
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("coordinate attention goes without its own kernel (%s): same answer, more slowly", reason)
 
 
 def _check(queries: Tensor, keys: Tensor) -> None:
@@ -62,4 +138,12 @@ def _positions(coords: Tensor | Grid, keys: Tensor) -> Tensor:
     return points
 
 
-__all__ = ["coordinate_attention"]
+def _as_grid(coords: Tensor | Grid, keys: Tensor) -> Grid:
+    if not isinstance(coords, Grid):
+        raise TypeError("the Triton kernels take positions as a Grid; expected a Grid, or another backend")
+    if coords.count != keys.shape[1]:
+        raise ValueError(f"the grid has {coords.count} points for {keys.shape[1]} keys; expected as many")
+    return coords
+
+
+__all__ = ["attention_moments", "coordinate_attention"]

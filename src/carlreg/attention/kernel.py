@@ -114,15 +114,13 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    queries,
-    keys,
-    upstream,  # (B, N, 4): gradient by z, y, x in voxels, and minus its product with the result
-    log_norm,  # (B, N), log2 of Σp
+    queries,  # (B, N, C), scaled by log2(e)
+    keys,  # (B, M, C)
+    slopes,  # (B, N, 16)
+    places,  # (M, 16)
     gradient,  # (splits, B, N, C)
     query_count,
-    planes,
-    plane_size,
-    row_size,
+    key_count,
     tiles_per_split,
     batch,
     FEATURES: tl.constexpr,
@@ -130,89 +128,66 @@ def _backward_queries(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dL/dq = Σ_k w_k (g·x_k − g·y) k."""
-    item = tl.program_id(1)
+    """dL/dq = Σ_k w_k (g·x_k − g·y) k. What is loaded past the end is zero, and so is what comes of it."""
+    item = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    valid = rows < query_count
-    feature = tl.arange(0, FEATURES)
+    valid = rows[:, None] < query_count
+    feature = tl.arange(0, FEATURES)[None, :]
+    column = tl.arange(0, 16)[None, :]
     lane = tl.arange(0, BLOCK_K)
-    key_count = planes * plane_size
-    at = item.to(tl.int64) * query_count + rows
-    q = tl.load(queries + at[:, None] * FEATURES + feature[None, :], mask=valid[:, None], other=0.0)
-    norm = tl.load(log_norm + at, mask=valid, other=0.0)
-    gz = tl.load(upstream + at * 4, mask=valid, other=0.0)
-    gy = tl.load(upstream + at * 4 + 1, mask=valid, other=0.0)
-    gx = tl.load(upstream + at * 4 + 2, mask=valid, other=0.0)
-    g0 = tl.load(upstream + at * 4 + 3, mask=valid, other=0.0)
-    base = keys + item.to(tl.int64) * key_count * FEATURES
+    at = (item * query_count + rows)[:, None]
+    q = tl.load(queries + at * FEATURES + feature, mask=valid, other=0.0)
+    slope = tl.load(slopes + at * 16 + column, mask=valid, other=0.0)
+    base = keys + item * key_count * FEATURES
     total = tl.zeros((BLOCK_Q, FEATURES), tl.float32)
-
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(plane_size, BLOCK_K))
-    for tile in range(first, last):
-        place = tile * BLOCK_K + lane
-        inside = place < plane_size
-        y = tl.where(inside, place // row_size, 0).to(tl.float32)[None, :]
-        x = tl.where(inside, place % row_size, 0).to(tl.float32)[None, :]
-        # A key that is not there gets the logit −∞.
-        floor = tl.where(inside, 0.0, -float("inf"))[None, :]
-        for z in tl.range(0, planes, num_stages=STAGES):
-            index = tl.minimum(z * plane_size + place, key_count - 1)
-            k = tl.load(base + index[:, None] * FEATURES + feature[None, :])
-            logit = tl.dot(q, tl.trans(k), input_precision="ieee")
-            weight = tl.exp2(logit + (floor - norm[:, None]))
-            height = gz * (z * 1.0) + g0
-            slope = weight * (gx[:, None] * x + (gy[:, None] * y + height[:, None]))
-            total += tl.dot(slope.to(k.dtype), k, input_precision="ieee")
-    out = gradient + ((split * batch + item).to(tl.int64) * query_count + rows)[:, None] * FEATURES + feature[None, :]
-    tl.store(out, total, mask=valid[:, None])
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(key_count, BLOCK_K))
+    for tile in tl.range(first, last, num_stages=STAGES):
+        index = (tile * BLOCK_K + lane)[:, None]
+        k = tl.load(base + index * FEATURES + feature, mask=index < key_count, other=0.0)
+        place = tl.load(places + index * 16 + column, mask=index < key_count, other=0.0)
+        weight = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee"))
+        weight *= tl.dot(slope, tl.trans(place), input_precision="ieee")
+        total += tl.dot(weight.to(k.dtype), k, input_precision="ieee")
+    out = gradient + ((split * batch + item) * query_count + rows)[:, None] * FEATURES + feature
+    tl.store(out, total, mask=valid)
 
 
 @triton.jit
 def _backward_keys(
-    queries,
-    keys,
-    upstream,
-    log_norm,
-    gradient,  # (B, Z * P, C)
+    queries,  # (B, N, C), scaled by log2(e)
+    keys,  # (B, M, C)
+    slopes,  # (B, N, 16)
+    places,  # (M, 16)
+    gradient,  # (B, M, C)
     query_count,
-    planes,
-    plane_size,
-    row_size,
+    key_count,
     FEATURES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dL/dk = Σ_q w_k (g·x_k − g·y) q, for a tile of keys of one plane."""
-    item = tl.program_id(2)
-    z = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = place < plane_size
-    feature = tl.arange(0, FEATURES)
+    """dL/dk = Σ_q w_k (g·x_k − g·y) q: the same with the parts exchanged."""
+    item = tl.program_id(1).to(tl.int64)
+    index = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[:, None]
+    inside = index < key_count
+    feature = tl.arange(0, FEATURES)[None, :]
+    column = tl.arange(0, 16)[None, :]
     lane = tl.arange(0, BLOCK_Q)
-    at = (item.to(tl.int64) * planes + z) * plane_size + place
-    k = tl.load(keys + at[:, None] * FEATURES + feature[None, :], mask=inside[:, None], other=0.0)
-    y = (place // row_size).to(tl.float32)[:, None]
-    x = (place % row_size).to(tl.float32)[:, None]
-    height = z.to(tl.float32)
-    first = item.to(tl.int64) * query_count
+    at = item * key_count + index
+    k = tl.load(keys + at * FEATURES + feature, mask=inside, other=0.0)
+    place = tl.load(places + index * 16 + column, mask=inside, other=0.0)
     total = tl.zeros((BLOCK_K, FEATURES), tl.float32)
     for start in tl.range(0, query_count, BLOCK_Q, num_stages=STAGES):
-        rows = start + lane
-        valid = rows < query_count
-        row = first + rows
-        q = tl.load(queries + row[:, None] * FEATURES + feature[None, :], mask=valid[:, None], other=0.0)
-        norm = tl.load(log_norm + row, mask=valid, other=float("inf"))  # a query that is not there weighs nothing
-        gz = tl.load(upstream + row * 4, mask=valid, other=0.0)
-        gy = tl.load(upstream + row * 4 + 1, mask=valid, other=0.0)
-        gx = tl.load(upstream + row * 4 + 2, mask=valid, other=0.0)
-        g0 = tl.load(upstream + row * 4 + 3, mask=valid, other=0.0)
-        weight = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") - norm[None, :])
-        slope = weight * (x * gx[None, :] + (y * gy[None, :] + (gz * height + g0)[None, :]))
-        total += tl.dot(slope.to(q.dtype), q, input_precision="ieee")
-    tl.store(gradient + at[:, None] * FEATURES + feature[None, :], total, mask=inside[:, None])
+        rows = (start + lane)[:, None]
+        row = item * query_count + rows
+        q = tl.load(queries + row * FEATURES + feature, mask=rows < query_count, other=0.0)
+        slope = tl.load(slopes + row * 16 + column, mask=rows < query_count, other=0.0)
+        weight = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee"))
+        weight *= tl.dot(place, tl.trans(slope), input_precision="ieee")
+        total += tl.dot(weight.to(q.dtype), q, input_precision="ieee")
+    tl.store(gradient + at * FEATURES + feature, total, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -225,55 +200,40 @@ class Blocks:
     stages: int
 
 
-FORWARD = Blocks(queries=256, keys=64, warps=8, stages=3)
-FORWARD_SECOND = Blocks(queries=128, keys=64, warps=8, stages=3)
-BACKWARD_QUERIES = Blocks(queries=128, keys=64, warps=8, stages=3)
-BACKWARD_KEYS = Blocks(queries=64, keys=128, warps=8, stages=3)
+FORWARD = Blocks(queries=128, keys=64, warps=4, stages=3)
+FORWARD_SECOND = Blocks(queries=64, keys=64, warps=4, stages=3)
+BACKWARD_QUERIES = Blocks(queries=64, keys=64, warps=4, stages=3)
+BACKWARD_KEYS = Blocks(queries=64, keys=64, warps=4, stages=3)
 
-PROGRAMS = 1500
+PROGRAMS = 4000
 """How many blocks of work to aim at: many more than the processors of any GPU, so that the last ones do not wait."""
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Sizes, as the kernels want them."""
-
-    batch: int
-    queries: int
-    planes: int
-    plane_size: int
-    row_size: int
-    features: int
-
-    @classmethod
-    def of(cls, queries: Tensor, shape: tuple[int, ...]) -> _Problem:
-        planes, height, width = (1,) * (3 - len(shape)) + shape
-        return cls(queries.shape[0], queries.shape[1], planes, height * width, width, queries.shape[2])
-
-    def split(self, blocks: Blocks) -> tuple[tuple[int, int, int], int]:
-        """A launch grid and the number of tiles of each split of the keys."""
-        query_blocks, tiles = triton.cdiv(self.queries, blocks.queries), triton.cdiv(self.plane_size, blocks.keys)
-        splits = max(1, min(tiles, PROGRAMS // (query_blocks * self.batch)))
-        tiles_per_split = triton.cdiv(tiles, splits)
-        return (query_blocks, self.batch, triton.cdiv(tiles, tiles_per_split)), tiles_per_split
+def _split(tiles: int, blocks: int) -> tuple[int, int]:
+    """Into how many parts to cut a row of tiles that `blocks` programs share, and how many tiles a part has."""
+    parts = max(1, min(tiles, PROGRAMS // blocks))
+    per_part = triton.cdiv(tiles, parts)
+    return triton.cdiv(tiles, per_part), per_part
 
 
 def _run_forward(queries: Tensor, keys: Tensor, shape: tuple[int, ...], second: bool, blocks: Blocks) -> Tensor:
     """Sums of the weights and of their moments, in voxels: (B, N, 4 or 10)."""
-    problem = _Problem.of(queries, shape)
-    grid, tiles_per_split = problem.split(blocks)
-    sums = queries.new_empty(grid[2], problem.batch, problem.queries, 10 if second else 4, dtype=torch.float32)
-    _forward[grid](
+    batch, count, features = queries.shape
+    planes, height, width = (1,) * (3 - len(shape)) + shape
+    query_blocks = triton.cdiv(count, blocks.queries)
+    splits, tiles_per_split = _split(triton.cdiv(height * width, blocks.keys), query_blocks * batch)
+    sums = queries.new_empty(splits, batch, count, 10 if second else 4, dtype=torch.float32)
+    _forward[query_blocks, batch, splits](
         queries,
         keys,
         sums,
-        problem.queries,
-        problem.planes,
-        problem.plane_size,
-        problem.row_size,
+        count,
+        planes,
+        height * width,
+        width,
         tiles_per_split,
-        problem.batch,
-        FEATURES=problem.features,
+        batch,
+        FEATURES=features,
         SECOND=second,
         BLOCK_Q=blocks.queries,
         BLOCK_K=blocks.keys,
@@ -283,25 +243,22 @@ def _run_forward(queries: Tensor, keys: Tensor, shape: tuple[int, ...], second: 
     return sums.sum(dim=0)
 
 
-def _run_backward_queries(
-    queries: Tensor, keys: Tensor, upstream: Tensor, log_norm: Tensor, shape: tuple[int, ...], blocks: Blocks
-) -> Tensor:
-    problem = _Problem.of(queries, shape)
-    grid, tiles_per_split = problem.split(blocks)
-    gradient = queries.new_empty(grid[2], *queries.shape, dtype=torch.float32)
-    _backward_queries[grid](
+def _run_backward_queries(queries: Tensor, keys: Tensor, slopes: Tensor, places: Tensor, blocks: Blocks) -> Tensor:
+    batch, count, features = queries.shape
+    query_blocks = triton.cdiv(count, blocks.queries)
+    splits, tiles_per_split = _split(triton.cdiv(keys.shape[1], blocks.keys), query_blocks * batch)
+    gradient = queries.new_empty(splits, batch, count, features, dtype=torch.float32)
+    _backward_queries[query_blocks, batch, splits](
         queries,
         keys,
-        upstream,
-        log_norm,
+        slopes,
+        places,
         gradient,
-        problem.queries,
-        problem.planes,
-        problem.plane_size,
-        problem.row_size,
+        count,
+        keys.shape[1],
         tiles_per_split,
-        problem.batch,
-        FEATURES=problem.features,
+        batch,
+        FEATURES=features,
         BLOCK_Q=blocks.queries,
         BLOCK_K=blocks.keys,
         STAGES=blocks.stages,
@@ -310,23 +267,18 @@ def _run_backward_queries(
     return gradient.sum(dim=0)
 
 
-def _run_backward_keys(
-    queries: Tensor, keys: Tensor, upstream: Tensor, log_norm: Tensor, shape: tuple[int, ...], blocks: Blocks
-) -> Tensor:
-    problem = _Problem.of(queries, shape)
+def _run_backward_keys(queries: Tensor, keys: Tensor, slopes: Tensor, places: Tensor, blocks: Blocks) -> Tensor:
+    batch, count, features = keys.shape
     gradient = torch.empty_like(keys, dtype=torch.float32)
-    grid = (triton.cdiv(problem.plane_size, blocks.keys), problem.planes, problem.batch)
-    _backward_keys[grid](
+    _backward_keys[triton.cdiv(count, blocks.keys), batch](
         queries,
         keys,
-        upstream,
-        log_norm,
+        slopes,
+        places,
         gradient,
-        problem.queries,
-        problem.planes,
-        problem.plane_size,
-        problem.row_size,
-        FEATURES=problem.features,
+        queries.shape[1],
+        count,
+        FEATURES=features,
         BLOCK_Q=blocks.queries,
         BLOCK_K=blocks.keys,
         STAGES=blocks.stages,
@@ -335,26 +287,79 @@ def _run_backward_keys(
     return gradient / LOG2_E  # the queries in memory are log2(e) times too long
 
 
+# The backward pass needs (g·x_k − g·y) / Σp for every pair. It is a product of two vectors, so the matrix unit can
+# compute it. In bfloat16, which has the range, that takes care: positions are cut into digits to base 256, which are
+# exact, and gradients into a rounded value and its remainders. What comes out is multiplied by features in float16,
+# which has the precision; so gradients are scaled to make the best of its range.
+
+
+def _places(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """For each key: low digit twice and high digit twice of its z, y and x; then 1 three times: (M, 16)."""
+    planes = (1,) * (3 - len(shape)) + shape
+    if max(planes) > 256 * 256:
+        raise ValueError(f"the grid has sides {shape}; expected at most {256 * 256} voxels a side")
+    axes = torch.meshgrid(*(torch.arange(n, device=like.device) for n in planes), indexing="ij")
+    columns = []
+    for axis in axes:
+        low, high = axis % 256, axis - axis % 256
+        columns += [low, low, high, high]
+    columns += [torch.ones_like(axes[0])] * 3
+    return F.pad(torch.stack(columns, dim=-1).reshape(-1, 15), (0, 1)).to(_wide(like.dtype))
+
+
+def _slopes(gradient: Tensor, means: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each query: its gradient, and minus the product with its result, over Σp, as `_places` wants it."""
+    gradient = gradient / norm[..., None]
+    columns = []
+    for axis in range(3):
+        value, remainder, _ = _rounded(gradient[..., axis], dtype)
+        columns += [value, remainder, value, remainder]
+    columns += _rounded(-(gradient * means).sum(dim=-1), dtype)
+    return F.pad(torch.stack(columns, dim=-1), (0, 1))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Three numbers of that type that add up to the values as nearly as they can."""
+    parts = []
+    for _ in range(3):
+        parts.append(values.to(dtype))
+        values = values - parts[-1].float()
+    return parts
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ctx.dtypes = queries.dtype, keys.dtype
         queries, keys = _prepare(queries * LOG2_E, dtype), _prepare(keys, dtype)
         sums = _run_forward(queries, keys, shape, False, FORWARD)
-        means = sums[..., 1:] / sums[..., :1]
+        norm, means = sums[..., 0], sums[..., 1:] / sums[..., :1]
         ctx.shape = shape
-        ctx.save_for_backward(queries, keys, sums[..., 0].log2(), means)
+        ctx.save_for_backward(queries, keys, norm, means)
         return means[..., 3 - len(shape) :]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, log_norm, means = ctx.saved_tensors
-        gradient = F.pad(gradients[0].float(), (means.shape[-1] - len(ctx.shape), 0))
-        upstream = torch.cat([gradient, -(gradient * means).sum(dim=-1, keepdim=True)], dim=-1).contiguous()
-        arguments = queries, keys, upstream, log_norm.contiguous(), ctx.shape
-        query_gradient = _run_backward_queries(*arguments, BACKWARD_QUERIES)
-        key_gradient = _run_backward_keys(*arguments, BACKWARD_KEYS)
-        return query_gradient.to(ctx.dtypes[0]), key_gradient.to(ctx.dtypes[1]), None, None
+        queries, keys, norm, means = ctx.saved_tensors
+        gradient = F.pad(gradients[0].float(), (3 - len(ctx.shape), 0))
+        places, wide = _places(ctx.shape, keys), _wide(queries.dtype)
+        # No slope w·g·(x − y) exceeds |g| times the grid's diagonal: scale that to half of float16's range, for each
+        # query's own gradient, and for the largest of them where all queries are added up.
+        diagonal = math.hypot(*ctx.shape)
+        length = gradient.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = 2.0**14 / (diagonal * length)
+        query_gradient = _run_backward_queries(
+            queries, keys, _slopes(gradient * scale, means, norm, wide), places, BACKWARD_QUERIES
+        )
+        common = scale.amin()
+        key_gradient = _run_backward_keys(
+            queries, keys, _slopes(gradient * common, means, norm, wide), places, BACKWARD_KEYS
+        )
+        return (query_gradient / scale).to(ctx.dtypes[0]), (key_gradient / common).to(ctx.dtypes[1]), None, None
 
 
 def _prepare(features: Tensor, dtype: torch.dtype) -> Tensor:
@@ -363,18 +368,18 @@ def _prepare(features: Tensor, dtype: torch.dtype) -> Tensor:
     return F.pad(features.to(dtype), (0, width - features.shape[-1])).contiguous()
 
 
-def kernel_attention(queries: Tensor, keys: Tensor, grid: Grid, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def kernel_attention(queries: Tensor, keys: Tensor, grid: Grid, *, dtype: torch.dtype = torch.float16) -> Tensor:
     """Centre of mass of softmax(Q Kᵀ) over the grid's points, (B, N, D) in float32."""
     width = queries.shape[-1]
     if width & (width - 1) or width < 16:  # padding outside the function lets autograd cut it off again
         missing = max(16, triton.next_power_of_2(width)) - width
         queries, keys = F.pad(queries, (0, missing)), F.pad(keys, (0, missing))
-    means: Tensor = _KernelAttention.apply(queries, keys, grid.shape, dtype)
+    means: Tensor = _KernelAttention.apply(queries, keys, grid.shape, dtype)  # type: ignore[no-untyped-call]
     return grid.at(means)
 
 
 def kernel_moments(
-    queries: Tensor, keys: Tensor, grid: Grid, *, dtype: torch.dtype = torch.bfloat16
+    queries: Tensor, keys: Tensor, grid: Grid, *, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor]:
     """Mean (B, N, D) and covariance (B, N, D, D) of each query's attention over the grid's points. No gradient."""
     with torch.no_grad():
