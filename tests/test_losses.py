@@ -138,7 +138,8 @@ def test_gradicon_allows_what_diffusion_forbids() -> None:
     """A large rotation and its inverse: no GradICON cost; the diffusion cost is large."""
     angle = torch.tensor(1.2, dtype=torch.float64)
     turn = torch.stack([torch.stack([angle.cos(), -angle.sin()]), torch.stack([angle.sin(), angle.cos()])])[None]
-    rotation = Affine.from_parts(turn, torch.zeros(1, 2, dtype=torch.float64))
+    centre = torch.full((1, 2), 0.5, dtype=torch.float64)
+    rotation = Affine.from_parts(turn, centre - (turn @ centre[..., None])[..., 0])
     image = texture(16, 16)
     loss = registration_loss(rotation, rotation.inverse(), image, image)
     assert float(loss.regularity) < 1e-15
