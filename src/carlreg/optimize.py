@@ -66,7 +66,7 @@ def instance_optimize(
     with torch.inference_mode(False), torch.enable_grad():
         moving, fixed = (image.clone() if image.is_inference() else image for image in (moving, fixed))
         tuned = copy.deepcopy(model).eval().requires_grad_(True)
-        optimizer = torch.optim.Adam(tuned.parameters(), lr=learning_rate)
+        optimizer = torch.optim.Adam(tuned.parameters(), lr=learning_rate, fused=moving.is_cuda)
         generator = torch.Generator(device=moving.device).manual_seed(seed)
         losses: list[dict[str, float]] = []
         best: tuple[int, Transform, Transform] | None = None
