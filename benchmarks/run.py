@@ -10,6 +10,7 @@ other, the regulariser on the exact maps at every voxel. Times are medians; each
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from carlreg.attention.reference import reference_attention
 from carlreg.grids import Grid
 from carlreg.losses import registration_loss
 from carlreg.models import carl
+from carlreg.networks import UNet
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.transforms import Transform
@@ -109,7 +111,8 @@ def features(kind: str, side: int) -> tuple[Tensor, Tensor, Grid]:
         queries, keys = common + 0.05 * inside, common + 0.05 * keys
     else:
         queries = inside + (0.1 if kind == "sharp" else 0.3) * noise(1, coarse**3, 128)
-    return *(4 * f / f.norm(dim=-1, keepdim=True) for f in (queries, keys)), grid  # type: ignore[return-value]
+    queries, keys = (4 * f / f.norm(dim=-1, keepdim=True) for f in (queries, keys))
+    return queries, keys, grid
 
 
 def measure_attention(kind: str, side: int) -> dict[str, Any]:
@@ -127,8 +130,11 @@ def measure_attention(kind: str, side: int) -> dict[str, Any]:
     report: dict[str, Any] = {"features": kind, "queries": queries.shape[1], "keys": keys.shape[1], "width": 128}
     for name, inputs, repeats in (("ours", half, 20), ("plain", single, 3)):
         with torch.no_grad():
-            ahead = milliseconds(lambda inputs=inputs: forward(inputs), repeats)
-        report[name] = {"forward_ms": ahead, "forward_backward_ms": milliseconds(lambda i=inputs: backward(i), repeats)}
+            ahead = milliseconds(functools.partial(forward, inputs), repeats)
+        report[name] = {
+            "forward_ms": ahead,
+            "forward_backward_ms": milliseconds(functools.partial(backward, inputs), repeats),
+        }
     report["accuracy"] = attention_accuracy(queries.detach(), keys.detach(), grid)
     return report
 
@@ -136,7 +142,7 @@ def measure_attention(kind: str, side: int) -> dict[str, Any]:
 def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 2048) -> dict[str, float]:
     """Our kernels against float64, for some of the queries: distance in voxels, and relative error of gradients."""
     some = torch.randperm(queries.shape[1], device="cuda", generator=torch.Generator("cuda").manual_seed(1))[:sample]
-    inputs = [queries[:, some].contiguous().requires_grad_(), keys.clone().requires_grad_()]
+    inputs = queries[:, some].contiguous().requires_grad_(), keys.clone().requires_grad_()
     upstream = torch.randn(1, len(some), 3, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         answer = coordinate_attention(*inputs, grid, bound=16.0)
@@ -144,7 +150,7 @@ def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 
     points = grid.points(torch.float64, "cuda").reshape(1, -1, 3)
     worst, total, gradients = 0.0, 0.0, [torch.zeros_like(t, dtype=torch.float64) for t in inputs]
     for rows in torch.arange(len(some), device="cuda").split(256):
-        exact_inputs = [inputs[0][:, rows].detach().double().requires_grad_(), keys.double().requires_grad_()]
+        exact_inputs = inputs[0][:, rows].detach().double().requires_grad_(), keys.double().requires_grad_()
         exact = reference_attention(*exact_inputs, points)
         by_query, by_key = torch.autograd.grad(exact, exact_inputs, upstream[:, rows].double())
         gradients[0][:, rows] = by_query
@@ -174,8 +180,8 @@ def trained_like(model: RegistrationAlgorithm, side: int, device: str) -> Regist
     """Refinements that move points by about two voxels: at zero, as they start, they would show no error."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
-        if hasattr(module, "last"):
-            weight = module.last.weight  # type: ignore[union-attr]
+        if isinstance(module, UNet):
+            weight = module.last.weight
             weight.data = 20 / side / math.sqrt(weight[0].numel()) * torch.randn(weight.shape, generator=generator)
     return model.to(device)
 
