@@ -147,6 +147,7 @@ def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 
     with torch.autocast("cuda", torch.bfloat16):
         answer = coordinate_attention(*inputs, grid, bound=16.0)
     ours = torch.autograd.grad(answer, inputs, upstream)
+    answer = answer.detach()
     points = grid.points(torch.float64, "cuda").reshape(1, -1, 3)
     worst, total, gradients = 0.0, 0.0, [torch.zeros_like(t, dtype=torch.float64) for t in inputs]
     for rows in torch.arange(len(some), device="cuda").split(256):
@@ -155,7 +156,7 @@ def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 
         by_query, by_key = torch.autograd.grad(exact, exact_inputs, upstream[:, rows].double())
         gradients[0][:, rows] = by_query
         gradients[1] += by_key
-        error = ((answer[:, rows] - exact) / torch.tensor(grid.spacing, device="cuda")).norm(dim=-1)
+        error = ((answer[:, rows] - exact.detach()) / torch.tensor(grid.spacing, device="cuda")).norm(dim=-1)
         worst, total = max(worst, float(error.max())), total + float(error.sum())
     relative = [float((a - b).norm() / b.norm()) for a, b in zip(ours, gradients, strict=True)]
     return {

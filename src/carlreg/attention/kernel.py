@@ -310,11 +310,13 @@ def _places(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def _slopes(gradient: Tensor, means: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
     """For each query: its gradient, and minus the product with its result, over Σp, as `_places` wants it."""
     gradient = gradient / norm[..., None]
-    columns = []
+    columns, constant = [], torch.zeros_like(norm, dtype=torch.float64)
     for axis in range(3):
         value, remainder, _ = _rounded(gradient[..., axis], dtype)
         columns += [value, remainder, value, remainder]
-    columns += _rounded(-(gradient * means).sum(dim=-1), dtype)
+        # From what was kept of the gradient: the slopes w·g·(x − y) of a query must add up to zero.
+        constant -= (value.double() + remainder.double()) * means[..., axis].double()
+    columns += _rounded(constant, dtype)
     return F.pad(torch.stack(columns, dim=-1), (0, 1))
 
 
@@ -323,7 +325,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
     parts = []
     for _ in range(3):
         parts.append(values.to(dtype))
-        values = values - parts[-1].float()
+        values = values - parts[-1]
     return parts
 
 
