@@ -63,28 +63,32 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / ("gpu.json" if gpu else "cpu.json")
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    print(f"wrote {path.name}")
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
 def measure_gpu(quick: bool) -> dict[str, Any]:
-    torch.backends.cudnn.benchmark = True
     full, training = (64, 32) if quick else (FULL, TRAINING)
     return {
-        "attention": [measure_attention(kind, full) for kind in ("sharp", "flat", "trained")],
-        "forward": measure_forward(full),
+        "attention": [said(measure_attention(kind, full)) for kind in ("sharp", "flat", "trained")],
+        "forward": said(measure_forward(full)),
         "instance_optimisation_step": {
-            "ours": measure_step(carl(), full, pairs=1, learning_rate=2e-5),
-            "plain": measure_step(carl(), full, pairs=1, learning_rate=2e-5, plain=True),
+            "ours": said(measure_step(carl(), full, pairs=1, learning_rate=2e-5)),
+            "plain": said(measure_step(carl(), full, pairs=1, learning_rate=2e-5, plain=True)),
         },
         "training_step": {
-            "ours": measure_step(carl(refinements=2), training, pairs=4, train=True),
-            "plain": measure_step(carl(refinements=2), training, pairs=4, train=True, plain=True),
+            "ours": said(measure_step(carl(refinements=2), training, pairs=4, train=True)),
+            "plain": said(measure_step(carl(refinements=2), training, pairs=4, train=True, plain=True)),
         },
-        "sweep": [measure_side(side) for side in ((48, 64) if quick else SWEEP)],
+        "sweep": [said(measure_side(side)) for side in ((48, 64) if quick else SWEEP)],
     }
+
+
+def said(result: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def features(kind: str, side: int) -> tuple[Tensor, Tensor, Grid]:
