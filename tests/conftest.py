@@ -84,4 +84,4 @@ def paste(patch: Tensor, canvas: tuple[int, ...], at: tuple[int, ...]) -> Tensor
 
 def voxels(points: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """Unit coordinates, or differences of them, in voxels of an image with these sides."""
-    return points * torch.tensor([max(n - 1, 1) for n in shape], dtype=points.dtype)
+    return points * torch.tensor([max(n - 1, 1) for n in shape]).to(points)

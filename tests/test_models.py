@@ -14,7 +14,7 @@ from torch import nn
 import carlreg
 from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, save, xi
 from carlreg.models import ModelFileError, describe, read_metadata
-from carlreg.networks import Encoder, UNet
+from carlreg.networks import Encoder, UNet, conv, conv_in_groups
 
 
 def parameters(model: nn.Module) -> int:
@@ -185,3 +185,11 @@ def test_public_names() -> None:
         assert getattr(carlreg, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         carlreg.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("side", [8, 13])
+def test_convolution_in_groups_is_the_same_convolution(dim: int, side: int) -> None:
+    layer = conv(dim)(5, 3, 3, padding=1).double()
+    features = torch.rand(2, 5, *(6, 7)[: dim - 1], side, dtype=torch.float64)
+    assert torch.allclose(conv_in_groups(features, layer), layer(features), atol=1e-12)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,29 @@ def batch_norm(dim: int) -> type[nn.BatchNorm1d] | type[nn.BatchNorm2d] | type[n
     return (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dim - 1]
 
 
+class Network(nn.Module):
+    """A module whose convolutions lie in a GPU's memory as its convolutions like them, channels last."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Network:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for weight in self.parameters():
+            if weight.dim() > 3:
+                weight.data = channels_last(weight.data)
+        return self
+
+
+def normalize(norm: Any, features: Tensor) -> Tensor:
+    """Batch normalisation in float32, whatever the features are in: for bfloat16 PyTorch has slow kernels only."""
+    with torch.autocast(features.device.type, enabled=False):
+        if norm.training:
+            return norm(features.to(norm.weight.dtype)).to(features.dtype)
+        # With fixed statistics it is an affine map, and its gradients are plain sums.
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        shift = norm.bias - norm.running_mean * scale
+        shape = (1, -1) + (1,) * (features.dim() - 2)
+        return torch.addcmul(shift.reshape(shape), features, scale.reshape(shape)).to(features.dtype)
+
+
 class ResidualBlock(nn.Module):
     """Normalise, then add what a chain of dilated convolutions makes of the normalised input."""
 
@@ -35,14 +58,14 @@ class ResidualBlock(nn.Module):
         self.convs = nn.ModuleList(conv(dim)(width, width, 3, padding="same", dilation=d) for d in dilations)
 
     def forward(self, features: Tensor) -> Tensor:
-        features = self.norm(features)
+        features = normalize(self.norm, features)
         change = self.convs[0](features)
         for layer in self.convs[1:]:
             change = layer(change.relu())
         return features + change
 
 
-class Encoder(nn.Module):
+class Encoder(Network):
     """Conv_θ of Ξθ: a feature vector for every voxel, at the image's own resolution, so integer shifts pass through.
 
     A voxel's features depend on its neighbours up to `reach` voxels away.
@@ -118,7 +141,7 @@ def unrotate_grid(image: Tensor, axes: Axes, flips: Axes) -> Tensor:
     return image.flip([2 + f for f in flips]).permute(0, 1, *(2 + a for a in inverse))
 
 
-class UNet(nn.Module):
+class UNet(Network):
     """The refinement network: two images in, D numbers per voxel out.
 
     Strided convolutions down, transposed ones up, each beside a shortcut that pools or enlarges its input. The last
@@ -165,8 +188,31 @@ class UNet(nn.Module):
             enlarged = enlarge(fit_channels(features, change.shape[1]))
             skip = skips.pop()
             inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
-            features = torch.cat([norm(change + enlarged)[inside], skip], dim=1)
-        return self.last(features) / 10
+            features = torch.cat([normalize(norm, change + enlarged)[inside], skip], dim=1)
+        # cuDNN is slow where channels are few.
+        return (conv_in_groups(features, self.last) if features.is_cuda else self.last(features)) / 10
+
+
+def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
+    """A convolution of kernel 3 over groups of `size` voxels along the last axis, each seen as one voxel with `size`
+    times the channels: the same sums, in shapes that matrix units are made for."""
+    weight, outputs, inputs = layer.weight, layer.out_channels, layer.in_channels
+    big = weight.new_zeros(size, outputs, size, inputs, *weight.shape[2:])
+    for voxel in range(size):
+        for tap in range(3):
+            group, place = divmod(voxel + tap - 1, size)
+            big[voxel, :, place, ..., group + 1] = weight[..., tap]
+    big = big.reshape(size * outputs, size * inputs, *weight.shape[2:])
+    missing = -len(big) % 8
+    big = F.pad(big, (0, 0) * (big.dim() - 1) + (0, missing))
+    bias = F.pad(layer.bias.repeat(size), (0, missing))
+
+    side = features.shape[-1]
+    voxels = F.pad(features, (0, -side % size)).movedim(1, -1)  # (B, *shape, C)
+    groups = voxels.reshape(*voxels.shape[:-2], -1, size * inputs).movedim(-1, 1)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[features.dim() - 3]
+    result = convolve(groups, channels_last(big), bias, padding=1).movedim(1, -1)[..., : size * outputs]
+    return result.reshape(*voxels.shape[:-1], outputs)[..., :side, :].movedim(-1, 1)
 
 
 def fit_channels(features: Tensor, channels: int) -> Tensor:

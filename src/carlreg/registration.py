@@ -18,7 +18,16 @@ from carlreg._checks import check_finite, check_pair
 from carlreg.attention import coordinate_attention
 from carlreg.grids import Grid, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
-from carlreg.transforms import Affine, DisplacementField, Extrapolation, Identity, Transform, compose, warp
+from carlreg.transforms import (
+    Affine,
+    DisplacementField,
+    Extrapolation,
+    Identity,
+    Scaling,
+    Transform,
+    compose,
+    warp,
+)
 
 
 class RegistrationAlgorithm(nn.Module, ABC):
@@ -89,9 +98,9 @@ class Downsample(RegistrationAlgorithm):
         return compose(_to_coarse(moving).inverse(), phi, _to_coarse(fixed))
 
 
-def _to_coarse(image: Tensor) -> Affine:
+def _to_coarse(image: Tensor) -> Scaling:
     scale, shift = fine_to_coarse(image.shape[2:])
-    return Affine.from_parts(torch.diag(scale)[None], shift[None]).to(image)
+    return Scaling(scale[None], shift[None]).to(image)
 
 
 class PredictDisplacement(RegistrationAlgorithm):

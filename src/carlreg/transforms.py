@@ -111,6 +111,25 @@ class Affine(Transform):
 
 
 @dataclass(frozen=True, eq=False)
+class Scaling(Transform):
+    """x ↦ scale · x + shift, axis by axis: what lies between an image's grid and that of its pooled image."""
+
+    scale: Tensor  # (B, D)
+    shift: Tensor  # (B, D)
+
+    def __call__(self, points: Tensor) -> Tensor:
+        _check_points(points, self.scale.shape[1], len(self.scale), "scaling")
+        shape = (len(self.scale), *(1,) * (points.dim() - 2), -1)
+        return torch.addcmul(self.shift.reshape(shape), points, self.scale.reshape(shape))
+
+    def inverse(self) -> Scaling:
+        return Scaling(1 / self.scale, -self.shift / self.scale)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Scaling:
+        return Scaling(function(self.scale), function(self.shift))
+
+
+@dataclass(frozen=True, eq=False)
 class DisplacementField(Transform):
     """x ↦ x + u(x), u interpolated linearly between the voxels of a grid over [0, 1]^D.
 
@@ -171,7 +190,7 @@ class Composition(Transform):
 
 @full_precision
 def compose(*transforms: Transform) -> Transform:
-    """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies neighbouring affine maps."""
+    """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies neighbouring linear maps of a kind."""
     parts: list[Transform] = []
     for transform in transforms:
         for part in transform.transforms if isinstance(transform, Composition) else (transform,):
@@ -181,6 +200,8 @@ def compose(*transforms: Transform) -> Transform:
             if isinstance(part, Affine) and isinstance(outer, Affine):
                 shift = outer.linear @ part.shift[..., None] + outer.shift[..., None]
                 parts[-1] = Affine.from_parts(outer.linear @ part.linear, shift[..., 0])
+            elif isinstance(part, Scaling) and isinstance(outer, Scaling):
+                parts[-1] = Scaling(outer.scale * part.scale, outer(part.shift[:, None])[:, 0])
             else:
                 parts.append(part)
     if not parts:

@@ -1,0 +1,100 @@
+"""Whole networks on a GPU: the fast path against the plain one, and the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import randomize
+from torch import Tensor
+
+from carlreg import RegistrationAlgorithm, carl, carl_rot, instance_optimize, registration_loss
+from carlreg.precision import mixed_precision
+
+pytestmark = pytest.mark.gpu
+
+NARROW = {"unet_down": (16, 32, 32, 32, 32), "unet_up": (32, 32, 32, 32, 16)}
+
+
+def smooth_images(*shape: int, batch: int = 2) -> Tensor:
+    noise = torch.rand(batch, 1, *(6,) * len(shape), device="cuda")
+    mode = {2: "bilinear", 3: "trilinear"}[len(shape)]
+    return torch.nn.functional.interpolate(noise, size=shape, mode=mode)
+
+
+def network(dim: int, moving: Tensor, fixed: Tensor) -> RegistrationAlgorithm:
+    return randomize(carl(dim, width=64, **NARROW).cuda(), moving, fixed, move=2.0).requires_grad_(True)
+
+
+@pytest.mark.parametrize("shape", [(64, 72, 57), (96, 80)], ids=str)
+def test_the_fast_path_agrees_with_float32(shape: tuple[int, ...]) -> None:
+    moving, fixed = smooth_images(*shape).split(1)
+    model = network(len(shape), moving, fixed)
+    with torch.no_grad():
+        exact = model(moving, fixed).on_grid_of(fixed)
+        with mixed_precision(moving.device):
+            fast = model(moving, fixed).on_grid_of(fixed)
+            again = model(moving, fixed).on_grid_of(fixed)
+    distance = ((fast - exact) * torch.tensor([n - 1 for n in shape], device="cuda")).norm(dim=-1)
+    print(f"mean {distance.mean():.2e}, worst {distance.max():.2e} voxels")
+    assert distance.mean() < 0.05
+    assert torch.equal(fast, again)
+    assert fast.dtype == torch.float32
+
+
+def test_gpu_and_cpu_agree() -> None:
+    moving, fixed = smooth_images(40, 36, 44).split(1)
+    model = network(3, moving, fixed)
+    with torch.no_grad():
+        gpu = model(moving, fixed).on_grid_of(fixed).cpu()
+        cpu = model.cpu()(moving.cpu(), fixed.cpu()).on_grid_of(fixed.cpu())
+    assert ((gpu - cpu) * 40).abs().mean() < 0.02  # convolutions on a GPU round to tf32
+
+
+@pytest.mark.parametrize("rotations", [False, True])
+def test_training_is_deterministic_where_asked(rotations: bool) -> None:
+    moving, fixed = smooth_images(32, 36, 30, batch=4).split(2)
+    make = carl_rot if rotations else carl
+    start = make(3, 2, width=16, **NARROW).state_dict()
+
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = make(3, 2, width=16, **NARROW)
+        model.load_state_dict(start)
+        model.cuda().train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        generator = torch.Generator("cuda").manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with mixed_precision(moving.device):
+                phi, inverse = model.both(moving, fixed)
+            registration_loss(phi, inverse, moving, fixed, generator=generator).total.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = train(), train()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_indexed_sampling_is_grid_sample() -> None:
+    """The deterministic interpolation, which runs on a GPU only, against PyTorch's kernel."""
+    from carlreg.grids import _sample_by_index, _sample_by_kernel
+
+    image, points = torch.rand(2, 3, 9, 8, 7, device="cuda"), 1.6 * torch.rand(2, 500, 3, device="cuda") - 0.3
+    for outside in ("border", "zeros"):
+        difference = _sample_by_index(image, points, "linear", outside) - _sample_by_kernel(
+            image, points, "linear", outside
+        )
+        assert difference.abs().max() < 1e-5
+
+
+def test_instance_optimisation_on_the_gpu() -> None:
+    moving, fixed = smooth_images(48, 40, 44).split(1)
+    model = network(3, moving, fixed)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = instance_optimize(model, moving, fixed, steps=10, learning_rate=1e-4)
+    assert result.losses[result.best]["total"] < result.losses[0]["total"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
