@@ -79,18 +79,6 @@ def test_training_is_deterministic_where_asked(rotations: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_indexed_sampling_is_grid_sample() -> None:
-    """The deterministic interpolation, which runs on a GPU only, against PyTorch's kernel."""
-    from carlreg.grids import _sample_by_index, _sample_by_kernel
-
-    image, points = torch.rand(2, 3, 9, 8, 7, device="cuda"), 1.6 * torch.rand(2, 500, 3, device="cuda") - 0.3
-    for outside in ("border", "zeros"):
-        difference = _sample_by_index(image, points, "linear", outside) - _sample_by_kernel(
-            image, points, "linear", outside
-        )
-        assert difference.abs().max() < 1e-5
-
-
 def test_instance_optimisation_on_the_gpu() -> None:
     moving, fixed = smooth_images(48, 40, 44).split(1)
     model = network(3, moving, fixed)

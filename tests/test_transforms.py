@@ -10,7 +10,15 @@ from conftest import texture, voxels
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, Transform, compose, invert, warp
-from carlreg.grids import Grid, fine_to_coarse, interpolate, pool, voxel_points
+from carlreg.grids import (
+    Grid,
+    _sample_by_index,
+    _sample_by_kernel,
+    fine_to_coarse,
+    interpolate,
+    pool,
+    voxel_points,
+)
 from carlreg.transforms import Composition, fit_affine, random_rotation
 
 SHAPES = {1: (17,), 2: (17, 12), 3: (9, 12, 10)}
@@ -80,6 +88,21 @@ def test_interpolation_outside() -> None:
     assert interpolate(image, beyond, outside="zeros").abs().max() == 0
 
 
+@pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 8, 7)], ids=str)
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("outside", ["border", "zeros"])
+def test_sampling_by_index_is_sampling_by_kernel(shape: tuple[int, ...], mode: str, outside: str) -> None:
+    """The one that a GPU uses where the same bits are asked for every time, and its gradients."""
+    image = torch.rand(2, 3, *shape, dtype=torch.float64, requires_grad=True)
+    points = some_points(len(shape), batch=2, low=-0.3, high=1.3)
+    if outside == "zeros" and 1 in shape:
+        pytest.skip("an axis of one voxel has no outside")
+    by_index, by_kernel = (f(image, points, mode, outside) for f in (_sample_by_index, _sample_by_kernel))
+    assert torch.allclose(by_index, by_kernel)
+    gradients = [torch.autograd.grad(values.square().sum(), image)[0] for values in (by_index, by_kernel)]
+    assert torch.allclose(*gradients)
+
+
 def test_nearest_interpolation_keeps_labels() -> None:
     labels = torch.randint(0, 5, (1, 1, 8, 9)).double()
     values = interpolate(labels, some_points(2, low=0, high=1), mode="nearest")
@@ -98,7 +121,7 @@ def test_pooling_against_loops(shape: tuple[int, ...]) -> None:
 def test_pooled_voxels_lie_half_a_voxel_further() -> None:
     """A linear ramp, pooled, has at coarse unit coordinate A(x) the value that it had at x."""
     image = voxel_points(torch.empty(1, 1, 8, 12, dtype=torch.float64)).movedim(-1, 1)
-    scale, shift = fine_to_coarse((8, 12))
+    scale, shift = (torch.tensor(values, dtype=torch.float64) for values in fine_to_coarse((8, 12)))
     points = some_points(2, low=0.2, high=0.8)
     assert torch.allclose(interpolate(pool(image), scale * points + shift).movedim(1, -1), points)
 

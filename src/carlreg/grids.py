@@ -6,6 +6,7 @@ voxel centres of the image that the points belong to. (On an axis of one voxel t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ class Grid:
 
     def at(self, index: Tensor) -> Tensor:
         """Unit coordinates of (fractional) indices (..., D)."""
-        return index * torch.tensor(self.spacing).to(index) + torch.tensor(self.origin).to(index)
+        spacing, origin = (constant(values, index.dtype, index.device) for values in (self.spacing, self.origin))
+        return index * spacing + origin
 
     def points(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
         """All points, (*shape, D)."""
@@ -72,7 +74,7 @@ def voxel_points(image: Tensor) -> Tensor:
 
 def voxel_size(shape: Sequence[int], like: Tensor) -> Tensor:
     """The side of one voxel in unit coordinates, one value per axis: (D,)."""
-    return torch.tensor(Grid.of(shape).spacing, dtype=like.dtype, device=like.device)
+    return constant(Grid.of(shape).spacing, like.dtype, like.device)
 
 
 def interpolate(
@@ -143,18 +145,19 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
 
 
 @full_precision
-def along_axes(image: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
+def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: float) -> Tensor:
     """Apply a linear operation on rows, (1, N, n) → (1, N, m), along each spatial axis of (B, C, *shape).
 
     As products with its matrix, which is what it makes of the identity: one path for every dimension and memory
-    format, and faster than kernels made for few dimensions. In the image's own precision, also under autocast.
+    format, and faster than kernels made for few dimensions. In the image's own precision, also under autocast. The
+    operation is a function at the top of a module, so that its matrices can be kept.
     """
     dim = image.dim() - 2
     channels_last = image.shape[1] > 1 and image.stride(1) == 1
     values = image.movedim(1, -1) if channels_last else image
     for axis in range(1, dim + 1) if channels_last else range(2, dim + 2):
         side = values.shape[axis]
-        matrix = operation(torch.eye(side, dtype=image.dtype, device=image.device)[None])[0]  # (n, m)
+        matrix = _matrix(operation, arguments, side, image.dtype, image.device)  # (n, m)
         if axis == values.dim() - 1:
             values = values @ matrix
         else:
@@ -164,14 +167,38 @@ def along_axes(image: Tensor, operation: Callable[[Tensor], Tensor]) -> Tensor:
     return values.movedim(-1, 1) if channels_last else values
 
 
+@functools.lru_cache(maxsize=512)
+def _matrix(
+    operation: Callable[..., Tensor], arguments: tuple[float, ...], side: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        return operation(torch.eye(side, dtype=precise, device=device)[None], *arguments)[0].to(dtype)
+
+
+@functools.lru_cache(maxsize=512)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor of fixed numbers, kept, since each copy to a GPU costs time there."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
 def pool(image: Tensor) -> Tensor:
     """Average over blocks of two voxels per axis; an odd last voxel is kept as it is (ceil mode)."""
-    return along_axes(image, lambda rows: F.avg_pool1d(rows, min(rows.shape[-1], 2), ceil_mode=True))
+    return along_axes(image, _pool_rows)
+
+
+def _pool_rows(rows: Tensor) -> Tensor:
+    return F.avg_pool1d(rows, min(rows.shape[-1], 2), ceil_mode=True)
 
 
 def enlarge(image: Tensor) -> Tensor:
     """Twice as many voxels per axis, interpolated linearly between them; the border continues the image."""
-    return along_axes(image, lambda rows: F.interpolate(rows, scale_factor=2, mode="linear"))
+    return along_axes(image, _enlarge_rows)
+
+
+def _enlarge_rows(rows: Tensor) -> Tensor:
+    return F.interpolate(rows, scale_factor=2, mode="linear")
 
 
 def pooled_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -179,13 +206,13 @@ def pooled_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple((n + 1) // 2 for n in shape)
 
 
-def fine_to_coarse(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Scale and shift, (D,) in float64, from an image's unit coordinates to those of its pooled image.
+def fine_to_coarse(shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scale and shift, one number per axis, from an image's unit coordinates to those of its pooled image.
 
     Coarse voxel j averages fine voxels 2j and 2j + 1, so it lies at fine index 2j + ½, not at the same place of
     the unit cube. Pooling as if it did stretches every translation and breaks equivariance.
     """
-    pooled = torch.tensor([n > 1 for n in shape])
-    fine = torch.tensor([max(n - 1, 1) for n in shape], dtype=torch.float64)
-    coarse = torch.tensor([max(n - 1, 1) for n in pooled_shape(shape)], dtype=torch.float64)
-    return (fine / (2 * coarse)).where(pooled, 1), (-1 / (4 * coarse)).where(pooled, 0)
+    coarse = [max(n - 1, 1) for n in pooled_shape(shape)]
+    scale = tuple((n - 1) / (2 * m) if n > 1 else 1.0 for n, m in zip(shape, coarse, strict=True))
+    shift = tuple(-1 / (4 * m) if n > 1 else 0.0 for n, m in zip(shape, coarse, strict=True))
+    return scale, shift

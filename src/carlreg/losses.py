@@ -68,10 +68,14 @@ def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon
 
 def gaussian_blur(image: Tensor, sigma: float) -> Tensor:
     """Convolve each axis with a Gaussian cut off at 2σ and normalised; zeros outside the image."""
+    return along_axes(image, _blur_rows, sigma)
+
+
+def _blur_rows(rows: Tensor, sigma: float) -> Tensor:
     radius = int(2 * sigma)
-    taps = torch.exp(-0.5 * (torch.arange(-radius, radius + 1, dtype=image.dtype, device=image.device) / sigma) ** 2)
-    taps = (taps / taps.sum())[None, None]
-    return along_axes(image, lambda rows: F.conv1d(rows.movedim(1, 0), taps, padding=radius).movedim(0, 1))
+    offset = torch.arange(-radius, radius + 1, dtype=rows.dtype, device=rows.device)
+    taps = torch.exp(-0.5 * (offset / sigma) ** 2)
+    return F.conv1d(rows.movedim(1, 0), (taps / taps.sum())[None, None], padding=radius).movedim(0, 1)
 
 
 def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from carlreg._checks import check_finite, check_pair
 from carlreg.attention import coordinate_attention
-from carlreg.grids import Grid, fine_to_coarse, pool, voxel_points
+from carlreg.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
 from carlreg.transforms import (
     Affine,
@@ -99,8 +99,8 @@ class Downsample(RegistrationAlgorithm):
 
 
 def _to_coarse(image: Tensor) -> Scaling:
-    scale, shift = fine_to_coarse(image.shape[2:])
-    return Scaling(scale[None], shift[None]).to(image)
+    scale, shift = (constant(values, image.dtype, image.device) for values in fine_to_coarse(image.shape[2:]))
+    return Scaling(scale[None], shift[None])
 
 
 class PredictDisplacement(RegistrationAlgorithm):
