@@ -14,7 +14,7 @@ from torch import nn
 import carlreg
 from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, save, xi
 from carlreg.models import ModelFileError, describe, read_metadata
-from carlreg.networks import Encoder, UNet, conv, conv_in_groups
+from carlreg.networks import Encoder, UNet, _UpConv, conv, conv_in_groups, transposed_conv
 
 
 def parameters(model: nn.Module) -> int:
@@ -185,6 +185,20 @@ def test_public_names() -> None:
         assert getattr(carlreg, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         carlreg.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_the_product_for_weight_gradients_is_the_gradient(dim: int) -> None:
+    layer = transposed_conv(dim)(5, 3, 4, stride=2, padding=1).double()
+    features = torch.rand(2, 5, *(6, 4, 7)[:dim], dtype=torch.float64, requires_grad=True)
+    inputs = features, layer.weight, layer.bias
+    expected, answer = layer(features), _UpConv.apply(*inputs)
+    assert torch.equal(answer, expected)
+    upstream = torch.rand_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(answer, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
