@@ -8,6 +8,7 @@ from conftest import randomize
 from torch import Tensor
 
 from carlreg import RegistrationAlgorithm, carl, carl_rot, instance_optimize, registration_loss
+from carlreg.networks import normalize
 from carlreg.precision import mixed_precision
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,26 @@ def test_gpu_and_cpu_agree() -> None:
         gpu = model(moving, fixed).on_grid_of(fixed).cpu()
         cpu = model.cpu()(moving.cpu(), fixed.cpu()).on_grid_of(fixed.cpu())
     assert ((gpu - cpu) * 40).abs().mean() < 0.02  # convolutions on a GPU round to tf32
+
+
+@pytest.mark.parametrize("channels", [16, 128])
+def test_batch_normalisation_of_half_precision_features(channels: int) -> None:
+    """Against PyTorch's layer in float64: result, gradients and running statistics."""
+    features = (3 * torch.randn(4, channels, 9, 10, 11, device="cuda") + 1).bfloat16().requires_grad_()
+    ours, exact = torch.nn.BatchNorm3d(channels).cuda(), torch.nn.BatchNorm3d(channels).cuda().double()
+    torch.nn.init.normal_(ours.weight)
+    exact.load_state_dict(ours.state_dict())
+    precise = features.detach().double().requires_grad_()
+    upstream = torch.randn(features.shape, device="cuda").bfloat16()
+    answer, expected = normalize(ours, features), exact(precise)
+    assert answer.dtype == torch.bfloat16
+    assert (answer - expected).abs().max() < 0.02 * expected.abs().max()
+    gradients = torch.autograd.grad(answer, (features, ours.weight, ours.bias), upstream)
+    theirs = torch.autograd.grad(expected, (precise, exact.weight, exact.bias), upstream.double())
+    for gradient, right in zip(gradients, theirs, strict=True):
+        assert (gradient - right).norm() < 0.01 * right.norm()
+    for name, value in ours.named_buffers():
+        assert torch.allclose(value.double(), exact.get_buffer(name).double(), rtol=1e-4), name
 
 
 @pytest.mark.parametrize("rotations", [False, True])

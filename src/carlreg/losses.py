@@ -161,15 +161,21 @@ def gradicon(
     Normalised as `diffusion` is.
     """
 
+    return _squared_gradient(phi_ab, phi_ba, points, points.new_full((points.shape[-1],), delta))
+
+
+def _squared_gradient(
+    phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, steps: Tensor
+) -> Tensor:
+    """‖∇(φ_AB ∘ φ_BA) − I‖² / D from the points (B, ..., D) and a point beside each along every axis."""
+
     def error(x: Tensor) -> Tensor:
         return phi_ab(phi_ba(x)) - x
 
     here = error(points)
     total = points.new_zeros(())
-    for axis in range(points.shape[-1]):
-        step = torch.zeros_like(points[..., :1]).expand_as(points).clone()
-        step[..., axis] = delta
-        total = total + ((error(points + step) - here) / delta).square().mean()
+    for axis, direction in enumerate(torch.diag(steps)):
+        total = total + ((error(points + direction) - here) / steps[axis]).square().mean()
     return total
 
 
@@ -178,16 +184,17 @@ def gradicon_on_grid(
     phi_ba: Callable[[Tensor], Tensor],
     image: Tensor,
     *,
+    stride: int = 2,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The same from one-voxel differences on the image's grid, moved as a whole by a random part of a voxel.
-
-    One composition per voxel instead of D + 1; what differs from `gradicon` is the step, a voxel instead of 1e-3.
-    """
+    """The same at every second voxel (`stride`) of the image's grid, moved as a whole by up to as many voxels at
+    random, and with differences of one voxel."""
     dim = image.dim() - 2
-    shift = torch.rand(dim, generator=generator, dtype=image.dtype, device=_device(generator, image)) - 0.5
-    points = voxel_points(image) + voxel_size(image.shape[2:], image) * shift.to(image.device)
-    return diffusion((phi_ab(phi_ba(points)) - points).movedim(-1, 1))
+    size = voxel_size(image.shape[2:], image)
+    every = (slice(None), *(slice(None, None, stride) for _ in range(dim)))
+    shift = stride * torch.rand(dim, generator=generator, dtype=image.dtype, device=_device(generator, image))
+    points = voxel_points(image)[every] + size * (shift.to(image.device) - 0.5)
+    return _squared_gradient(phi_ab, phi_ba, points, size)
 
 
 def jittered_points(image: Tensor, *, generator: torch.Generator | None = None) -> Tensor:

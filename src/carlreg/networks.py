@@ -38,8 +38,12 @@ class Network(nn.Module):
 
 
 def normalize(norm: Any, features: Tensor) -> Tensor:
-    """Batch normalisation in float32, whatever the features are in: for bfloat16 PyTorch has slow kernels only."""
+    """Batch normalisation with statistics in float32, whatever the features are in."""
     with torch.autocast(features.device.type, enabled=False):
+        if norm.training and features.is_cuda and features.dtype != norm.weight.dtype:
+            # What PyTorch's own layer does with half-precision features is slow; its parts are not.
+            inputs = channels_last(features), norm.weight, norm.bias, norm
+            return _BatchNorm.apply(*inputs)  # type: ignore[no-untyped-call]
         if norm.training:
             return norm(features.to(norm.weight.dtype)).to(features.dtype)
         # With fixed statistics it is an affine map, and its gradients are plain sums.
@@ -47,6 +51,34 @@ def normalize(norm: Any, features: Tensor) -> Tensor:
         shift = norm.bias - norm.running_mean * scale
         shape = (1, -1) + (1,) * (features.dim() - 2)
         return torch.addcmul(shift.reshape(shape), features, scale.reshape(shape)).to(features.dtype)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Batch normalisation in training mode, put together from the kernels of SyncBatchNorm."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
+        mean, inverse_deviation = torch.batch_norm_stats(features, norm.eps)
+        count = features.numel() / features.shape[1]
+        variance = inverse_deviation.pow(-2) - norm.eps
+        norm.num_batches_tracked += 1
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+        ctx.save_for_backward(features, weight, mean, inverse_deviation)
+        return torch.batch_norm_elemt(features, weight, bias, mean, inverse_deviation, norm.eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        features, weight, mean, inverse_deviation = ctx.saved_tensors
+        gradient = channels_last(gradients[0])
+        sum_dy, sum_dy_xmu, by_weight, by_bias = torch.batch_norm_backward_reduce(
+            gradient, features, mean, inverse_deviation, weight, True, True, True
+        )
+        count = torch.full((1,), features.numel() // features.shape[1], dtype=torch.int32, device=features.device)
+        by_features = torch.batch_norm_backward_elemt(
+            gradient, features, mean, inverse_deviation, weight, sum_dy, sum_dy_xmu, count
+        )
+        return by_features, by_weight, by_bias, None
 
 
 class ResidualBlock(nn.Module):

@@ -18,6 +18,7 @@ from carlreg._checks import check_finite, check_pair
 from carlreg.attention import coordinate_attention
 from carlreg.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
+from carlreg.precision import full_precision
 from carlreg.transforms import (
     Affine,
     DisplacementField,
@@ -137,7 +138,13 @@ class CoordinateAttention(RegistrationAlgorithm):
     def features(self, image: Tensor) -> Tensor:
         """Feature vectors of the padded image: (B, C, *shape) → (B, width, *padded shape)."""
         features = self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2)))
-        return self.length * features / (1e-3 + torch.linalg.vector_norm(features, dim=1, keepdim=True))
+        return self.scale_to_length(features)
+
+    @full_precision
+    def scale_to_length(self, features: Tensor) -> Tensor:
+        precise = torch.promote_types(features.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(features, dim=1, keepdim=True, dtype=precise)
+        return features * (self.length / (1e-3 + norm))
 
     def crop(self, features: Tensor) -> Tensor:
         """The features of the image itself, without the padding."""
