@@ -226,8 +226,8 @@ class UNet(Network):
 
 
 def up_conv(features: Tensor, layer: Any) -> Tensor:
-    """A transposed convolution of kernel 4 and stride 2, with the gradient of its weights as one matrix product: for
-    small grids on a GPU, where cuDNN takes up to a hundred times as long."""
+    """A transposed convolution of kernel 4 and stride 2, with its gradients as matrix products: for small grids on a
+    GPU, where cuDNN takes many times as long."""
     few = features.shape[2:].numel() <= 16**3
     if not (features.is_cuda and few and torch.is_grad_enabled()):
         return layer(features)
@@ -250,18 +250,15 @@ class _UpConv(torch.autograd.Function):
         features, weight = ctx.saved_tensors
         (gradient,) = gradients
         dim = features.dim() - 2
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[dim - 1]
         # Voxel i of the input reaches voxels 2i − 1 … 2i + 2 of the output.
         patches = F.pad(gradient, (1, 1) * dim)
         for axis in range(2, dim + 2):
             patches = patches.unfold(axis, 4, 2)
         patches = patches.movedim(1, dim + 1).flatten(dim + 1).flatten(0, dim)  # (B · voxels, outputs · 4^D)
-        by_weight = features.movedim(1, -1).flatten(0, dim).mT @ patches
-        return (
-            convolve(gradient, weight, stride=2, padding=1),
-            by_weight.reshape(weight.shape),
-            gradient.sum(dim=[0, *range(2, dim + 2)]),
-        )
+        voxels = features.movedim(1, -1)  # (B, *shape, inputs)
+        by_weight = voxels.flatten(0, dim).mT @ patches
+        by_features = (patches @ weight.flatten(1).mT).reshape(voxels.shape).movedim(-1, 1)
+        return by_features, by_weight.reshape(weight.shape), gradient.sum(dim=[0, *range(2, dim + 2)])
 
 
 def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
