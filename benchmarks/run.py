@@ -94,8 +94,8 @@ def said(result: dict[str, Any]) -> dict[str, Any]:
 def features(kind: str, side: int) -> tuple[Tensor, Tensor, Grid]:
     """Queries and keys of length 4 as Ξθ has them at this image side: sharp, flat, or as a trained encoder's.
 
-    "trained" has what trained features have: neighbours are alike (smooth noise over 3 voxels), and the two images
-    differ by noise.
+    "flat" features deviate from their mean by a fifth of it; a new encoder's, measured, by a third. "trained" has what
+    trained features have: neighbours are alike (smooth noise over 3 voxels), and the two images differ by noise.
     """
     coarse = -(-side // 4)
     grid = Grid.of((coarse,) * 3).pad(9)
@@ -112,7 +112,7 @@ def features(kind: str, side: int) -> tuple[Tensor, Tensor, Grid]:
     inside = keys.reshape(1, *grid.shape, 128)[:, 9:-9, 9:-9, 9:-9].reshape(1, -1, 128)
     if kind == "flat":
         common = noise(128)
-        queries, keys = common + 0.05 * inside, common + 0.05 * keys
+        queries, keys = common + 0.2 * inside, common + 0.2 * keys
     else:
         queries = inside + (0.1 if kind == "sharp" else 0.3) * noise(1, coarse**3, 128)
     queries, keys = (4 * f / f.norm(dim=-1, keepdim=True) for f in (queries, keys))

@@ -33,7 +33,7 @@ def features(kind: str, batch: int, queries: int, keys: int, width: int) -> tupl
     if kind == "sharp":
         return unit(q + 0.1 * noise), unit(k)
     if kind == "flat":
-        return unit(common + 0.05 * noise), unit(common + 0.05 * k)
+        return unit(common + 0.2 * noise), unit(common + 0.2 * k)
     return unit(q + 0.3 * noise + common), unit(k + common)
 
 
