@@ -52,7 +52,9 @@ def test_the_fast_path_agrees_with_float32(part: str, shape: tuple[int, ...]) ->
         with mixed_precision(moving.device):
             fast = model(moving, fixed).on_grid_of(fixed)
             again = model(moving, fixed).on_grid_of(fixed)
-    distance = ((fast - exact) * torch.tensor([n - 1 for n in shape], device="cuda")).norm(dim=-1)
+    # In voxels of the grid that the part works on: attention's is pooled twice.
+    voxel = 4 if part == "attention" else 1
+    distance = ((fast - exact) * torch.tensor([(n - 1) / voxel for n in shape], device="cuda")).norm(dim=-1)
     print(f"mean {distance.mean():.2e}, worst {distance.max():.2e} voxels")
     assert distance.mean() < 0.05
     assert torch.equal(fast, again)
