@@ -338,7 +338,7 @@ def plot(folder: Path) -> None:
     slowest = max(result["attention"], key=lambda a: a["ours"]["forward_backward_ms"])
     rows = {
         "attention\nforward": (slowest["ours"]["forward_ms"], slowest["plain"]["forward_ms"]),
-        "attention\nforward, backward": (
+        "attention\nforward,\nbackward": (
             slowest["ours"]["forward_backward_ms"],
             slowest["plain"]["forward_backward_ms"],
         ),
