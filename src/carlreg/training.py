@@ -1,0 +1,282 @@
+"""Training in stages: diffusion first, then GradICON, then perhaps one more refinement.
+
+Everything random at step n follows from the seed and n alone, so that a run that was broken off and taken up again
+goes the same way as one that was not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carlreg.losses import Loss, Regularity, registration_loss
+from carlreg.models import add_refinement, load, save, write_atomically
+from carlreg.precision import Precision, mixed_precision
+from carlreg.registration import RegistrationAlgorithm
+
+logger = logging.getLogger(__name__)
+
+Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+"""Moving and fixed images of one step, (B, C, *shape) each, chosen with the generator (a CPU one) and nothing else."""
+
+Validate = Callable[[RegistrationAlgorithm], float]
+"""How good a model is, larger is better: Dice on labelled pairs, say."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training with one loss."""
+
+    steps: int
+    regularity: Regularity = "gradicon"
+    weight: float = 1.5
+    """λ, of the regulariser."""
+    learning_rate: float = 1e-4
+    final_learning_rate: float | None = None
+    """Where the learning rate ends, along half a cosine; it stays the same if not given."""
+    warm_up: int = 0
+    """Steps over which the learning rate grows from zero: for an optimiser that starts anew on a trained network."""
+    similarity: str = "lncc"
+    refine: bool = False
+    """Append a refinement, with its last convolution at zero, before the first step."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step of this stage."""
+        rate = self.learning_rate
+        if self.final_learning_rate is not None:
+            half_cosine = 0.5 * (1 + math.cos(math.pi * step / max(self.steps, 1)))
+            rate = self.final_learning_rate + (rate - self.final_learning_rate) * half_cosine
+        return rate * min(1.0, (step + 1) / (self.warm_up + 1))
+
+
+PAPER = (Stage(1_500, "diffusion"), Stage(50_000), Stage(50_000, refine=True))
+"""The paper's schedule, for a network of two refinements."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for a callback."""
+
+    stage: int
+    step: int
+    """Of this stage."""
+    losses: dict[str, float]
+    skipped: int
+    """Steps left out so far, since their gradients were not finite."""
+    seconds: float
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; its last good checkpoint is on disk."""
+
+
+def train(
+    model: RegistrationAlgorithm,
+    draw: Draw,
+    stages: Sequence[Stage],
+    *,
+    out: str | os.PathLike[str],
+    seed: int = 0,
+    validate: Validate | None = None,
+    validate_every: int = 500,
+    save_every: int = 500,
+    log_every: int = 20,
+    precision: Precision = "auto",
+    graphs: bool | None = None,
+    seconds: float | None = None,
+    most_skipped: int = 50,
+    callback: Callable[[Progress], None] | None = None,
+) -> RegistrationAlgorithm:
+    """Train a model, where it is, and return it (another one if a stage refines it), in evaluation mode.
+
+    The folder `out` gets `last.safetensors` and `state.pt`, from which the same call goes on if it was broken off;
+    `best.safetensors`, the best by `validate`; and `log.jsonl`. On a GPU a step is captured once and replayed as a
+    CUDA graph, unless `graphs` says otherwise: images must then keep their shape. `seconds` ends the run after so
+    long, with a checkpoint. A step whose gradients are not finite changes nothing; more than `most_skipped` of them
+    in a row end the run.
+
+    >>> train(carl(refinements=2), draw, [Stage(1500, "diffusion"), Stage(50_000)], out="run")
+    """
+    if not stages:
+        raise ValueError("there are no stages; expected at least one")
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = next(model.parameters()).device
+    model, state = _resume(model, stages, folder, device)
+    start = time.monotonic()
+    for number in range(state["stage"], len(stages)):
+        stage = stages[number]
+        if stage.refine and state["step"] == 0:
+            with torch.random.fork_rng():
+                torch.manual_seed(_mix(seed, number, 0))
+                model = add_refinement(model)
+        model.train()
+        runner = _Step(model, stage, precision, device, graphs, state.pop("optimizer", None))
+        for step in range(state["step"], stage.steps):
+            if seconds is not None and time.monotonic() - start > seconds:
+                _save(model, runner, {**state, "stage": number, "step": step}, stages, folder)
+                return model.eval()
+            choice = torch.Generator().manual_seed(_mix(seed, number, step))
+            moving, fixed = (image.to(device, non_blocking=True) for image in draw(choice))
+            loss = runner(moving, fixed, stage.rate(step), _mix(seed, number, step) + 1)
+            last = step + 1 == stage.steps
+            if last or (step + 1) % log_every == 0:
+                values = loss.floats()
+                state["skipped"] = int(runner.skipped) + state["skipped_before"]
+                progress = Progress(number, step + 1, values, state["skipped"], time.monotonic() - start)
+                with (folder / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(asdict(progress)) + "\n")
+                if callback is not None:
+                    callback(progress)
+                if int(runner.skipped_in_a_row) > most_skipped:
+                    raise TrainingError(
+                        f"{int(runner.skipped_in_a_row)} steps in a row had gradients that are not finite, up to step "
+                        f"{step + 1} of stage {number}; the last good checkpoint is in {folder}"
+                    )
+            if validate is not None and (last or (step + 1) % validate_every == 0):
+                _validate(model, validate, state, folder, number, step + 1)
+            if last or (step + 1) % save_every == 0:
+                at = {"stage": number + 1, "step": 0} if last else {"stage": number, "step": step + 1}
+                _save(model, None if last else runner, {**state, **at}, stages, folder)
+        state.update(step=0, skipped_before=state["skipped"])
+    return model.eval()
+
+
+class _Step:
+    """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted."""
+
+    def __init__(
+        self,
+        model: RegistrationAlgorithm,
+        stage: Stage,
+        precision: Precision,
+        device: torch.device,
+        graphs: bool | None,
+        optimizer_state: dict[str, Any] | None,
+    ) -> None:
+        self.model, self.stage, self.precision = model, stage, precision
+        self.on_gpu = device.type == "cuda"
+        self.use_graph = self.on_gpu if graphs is None else graphs and self.on_gpu
+        self.rate = torch.zeros((), device=device)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
+        if optimizer_state is not None:
+            self.optimizer.load_state_dict(optimizer_state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        self.generator = torch.Generator(device)
+        self.skipped, self.skipped_in_a_row = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = 0
+
+    def __call__(self, moving: Tensor, fixed: Tensor, rate: float, seed: int) -> Loss:
+        self.rate.fill_(rate)
+        self.generator.manual_seed(seed)
+        if not self.use_graph:
+            return self._run(moving, fixed)
+        if self.graph is None and self.warm < 3:  # kernels are chosen and compiled before anything is captured
+            self.warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = self._run(moving, fixed)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if self.graph is None:
+            self.moving, self.fixed = moving.clone(), fixed.clone()
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.register_generator_state(self.generator)
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(self.graph):
+                self.result = self._run(self.moving, self.fixed)
+        if moving.shape != self.moving.shape or fixed.shape != self.fixed.shape:
+            raise ValueError(
+                f"images changed shape from {tuple(self.moving.shape)} to {tuple(moving.shape)} within a stage; "
+                "expected one shape, or graphs=False"
+            )
+        self.moving.copy_(moving)
+        self.fixed.copy_(fixed)
+        self.graph.replay()
+        return self.result
+
+    def _run(self, moving: Tensor, fixed: Tensor) -> Loss:
+        self.optimizer.zero_grad(set_to_none=True)
+        with mixed_precision(moving.device, self.precision):
+            phi, inverse = self.model.both(moving, fixed)
+        loss = registration_loss(
+            phi,
+            inverse,
+            moving,
+            fixed,
+            similarity=self.stage.similarity,
+            regularity=self.stage.regularity,
+            weight=self.stage.weight,
+            generator=self.generator,
+        )
+        loss.total.backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients)]).all()
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
+        self.optimizer.step()
+        self.skipped += ~finite
+        self.skipped_in_a_row.add_(1).mul_(~finite)
+        return Loss(loss.total.detach(), loss.similarity.detach(), loss.regularity.detach())
+
+
+def _mix(seed: int, stage: int, step: int) -> int:
+    """A seed for one step."""
+    return ((seed * 1_000_003 + stage) * 10_000_019 + 2 * step) % 2**62
+
+
+def _validate(
+    model: RegistrationAlgorithm, validate: Validate, state: dict[str, Any], folder: Path, stage: int, step: int
+) -> None:
+    with torch.no_grad():
+        score = float(validate(model.eval()))
+    model.train()
+    logger.info("stage %d, step %d: validation %.4f", stage, step, score)
+    with (folder / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"stage": stage, "step": step, "validation": score}) + "\n")
+    if state["best"] is None or score > state["best"]:
+        state["best"] = score
+        save(model, folder / "best.safetensors")
+
+
+def _save(
+    model: RegistrationAlgorithm,
+    runner: _Step | None,
+    state: dict[str, Any],
+    stages: Sequence[Stage],
+    folder: Path,
+) -> None:
+    save(model, folder / "last.safetensors")
+    kept = {key: value for key, value in state.items() if key != "optimizer"}
+    buffer = io.BytesIO()
+    optimizer = None if runner is None else runner.optimizer.state_dict()
+    torch.save({**kept, "optimizer": optimizer, "stages": [asdict(s) for s in stages]}, buffer)
+    write_atomically(folder / "state.pt", buffer.getvalue())
+
+
+def _resume(
+    model: RegistrationAlgorithm, stages: Sequence[Stage], folder: Path, device: torch.device
+) -> tuple[RegistrationAlgorithm, dict[str, Any]]:
+    path = folder / "state.pt"
+    if not path.exists():
+        return model, {"stage": 0, "step": 0, "skipped": 0, "skipped_before": 0, "best": None}
+    state = torch.load(path, map_location=device, weights_only=True)
+    if state.pop("stages") != [asdict(stage) for stage in stages]:
+        raise ValueError(f"{folder} holds a run with other stages; expected the same, or another folder")
+    if state["optimizer"] is None:
+        del state["optimizer"]
+    logger.info("going on at step %d of stage %d", state["step"], state["stage"])
+    return load(folder / "last.safetensors", device=device), state
