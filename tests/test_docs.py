@@ -1,9 +1,11 @@
-"""The prose is held to the code: examples run, links lead somewhere, names exist."""
+"""The prose is held to the code: examples run, links lead somewhere, names exist, figures are those measured."""
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +120,123 @@ def test_a_wrong_name_is_noticed() -> None:
     assert code_column("| paper | in code |\n|---|---|\n| ∘ | `a.b` and `c` |\n\n`d.e`") == ["a.b", "c"]
     assert anchors("# The authors' `x` page\n```\n# no\n```\n") == {"the-authors-x-page"}
     assert python_blocks("a\n```python\nx\n```\n```python no-run\ny\n```\n") == ["\n\nx\n"]
+
+
+# ---- measured figures -----------------------------------------------------------------------------------------------
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def table(text: str, header: str) -> list[str]:
+    """The rows of the one table with this header."""
+    lines = text.splitlines()
+    assert lines.count(header) == 1, f"expected one table with the header {header}"
+    rows = []
+    for line in lines[lines.index(header) + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(line)
+    return rows
+
+
+def number(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def times(what: str, ours: float, plain: float, unit: str = "ms") -> str:
+    return f"| {what} | {number(ours)} {unit} | {number(plain)} {unit} | {plain / ours:.1f} |"
+
+
+def speed_rows() -> dict[str, str]:
+    """Each row of times and, where memory was measured, what follows it on the page about speed."""
+    gpu, cpu = results("gpu"), results("cpu")["both_directions"]
+    trained = next(entry for entry in gpu["attention"] if entry["features"] == "trained")
+    ours, plain = trained["ours"], trained["plain"]
+    both, alone = cpu["ours"], cpu["one_after_the_other"]
+    attention = "attention, one direction, forward"
+    rows = {
+        times(attention, ours["forward_ms"], plain["forward_ms"]): " | |",
+        times(f"{attention} and backward", ours["forward_backward_ms"], plain["forward_backward_ms"]): " | |",
+    }
+    for what, entry, side in (
+        ("network, one direction, side {}", gpu["forward"], gpu["forward"]["side"]),
+        ("instance optimisation step, side {}", *step("instance_optimisation_step", pairs=1)),
+        ("training step, side {}, four pairs, two refinements", *step("training_step", pairs=4)),
+    ):
+        row = times(what.format(side), entry["ours"]["ms"], entry["plain"]["ms"])
+        rows[row] = f" {entry['ours']['peak_gb']:.1f} GB | {entry['plain']['peak_gb']:.1f} GB |"
+    row = times(f"both directions on the CPU, side {cpu['side']}", both["seconds"], alone["seconds"], "s")
+    rows[row] = f" {both['peak_resident_gb']:.1f} GiB | |"
+    return rows
+
+
+def step(name: str, pairs: int) -> tuple[dict[str, Any], int]:
+    entry = results("gpu")[name]
+    assert entry["ours"]["pairs"] == entry["plain"]["pairs"] == pairs
+    assert entry["ours"]["side"] == entry["plain"]["side"]
+    return entry, entry["ours"]["side"]
+
+
+def test_speed_tables_are_what_was_measured() -> None:
+    rows = speed_rows()
+    page = table(read("docs/performance.md"), "| what | carlreg | plain | ratio | memory | plain memory |")
+    assert page == [row + memory for row, memory in rows.items()]
+    assert table(read("README.md"), "| what | carlreg | plain | ratio |") == list(rows)[2:5]
+
+
+def test_sweep_is_what_was_measured() -> None:
+    header = "| side | both directions | memory | optimisation step | step memory |"
+    assert table(read("docs/performance.md"), header) == [
+        f"| {e['side']} | {number(e['both_directions_ms'])} ms | {e['both_directions_gb']:.1f} GB "
+        f"| {number(e['step_ms'])} ms | {e['step_gb']:.1f} GB |"
+        for e in results("gpu")["sweep"]
+    ]
+
+
+def test_accuracy_is_what_was_measured() -> None:
+    header = "| features | worst, 10⁻³ voxels | mean, 10⁻³ voxels | query gradient | key gradient |"
+    expected = []
+    for entry in results("gpu")["attention"]:
+        a = entry["accuracy"]
+        gradients = f"{100 * a['query_gradient_relative']:.2f} % | {100 * a['key_gradient_relative']:.2f} %"
+        distances = f"{1e3 * a['worst_voxels']:.2f} | {1e3 * a['mean_voxels']:.2f}"
+        expected.append(f"| {entry['features']} | {distances} | {gradients} |")
+    assert table(read("docs/performance.md"), header) == expected
+
+
+def test_figures_in_sentences_are_what_was_measured() -> None:
+    gpu, cpu = results("gpu"), results("cpu")
+    trained = next(entry for entry in gpu["attention"] if entry["features"] == "trained")
+    floor = 2e3 * trained["queries"] * trained["keys"] * trained["width"] / 792e12  # milliseconds
+    forward = trained["ours"]["forward_ms"]
+    backward = trained["ours"]["forward_backward_ms"] - forward
+    one, both = gpu["forward"]["ours"]["ms"], {e["side"]: e["both_directions_ms"] for e in gpu["sweep"]}[175]
+    optimisation = gpu["instance_optimisation_step"]["ours"]["ms"]
+    training, small = gpu["training_step"]["ours"]["ms"], {e["side"]: e["step_ms"] for e in gpu["sweep"]}[96]
+    fifty = f"{50 * optimisation / 1e3:.0f} s"
+    assert gpu["forward"]["same_bits"] is True
+    for page, sentence in (
+        ("docs/performance.md", f"- GPU: {gpu['machine']}, PyTorch {gpu['torch']}, commit `{gpu['commit']}`."),
+        ("docs/performance.md", f"- CPU: {cpu['machine']}, PyTorch {cpu['torch']}, commit `{cpu['commit']}`."),
+        ("docs/performance.md", f"TFLOP | {floor:.1f} ms |"),
+        ("docs/performance.md", f"TFLOP | {4 * floor:.0f} ms |"),
+        ("docs/performance.md", f"takes {forward / floor:.1f} times the floor, and its backward pass"),
+        ("docs/performance.md", f"and its backward pass {backward / (4 * floor):.1f} times."),
+        ("docs/performance.md", f"It is not reached: it takes {number(training)} ms."),
+        ("docs/performance.md", f"Fifty optimisation steps come to {fifty}."),
+        ("docs/performance.md", f"differs from float32 by {gpu['forward']['mean_distance_voxels']:.3f} voxels"),
+        ("docs/performance.md", f"takes {number(small)} ms for one pair (three refinements) and {number(training)} ms"),
+        ("docs/performance.md", f"with all of the above, {training:.0f} ms |"),
+        ("README.md", f"on an {gpu['machine']}, beside the plain way"),
+        ("README.md", f"take {number(cpu['both_directions']['ours']['seconds'])} s."),
+        ("docs/paper.md", f"{number(one)} ms forward in one direction, {number(both)} ms in both"),
+        ("docs/paper.md", f"{number(optimisation)} ms for a step, so {fifty} for fifty"),
+        ("docs/paper.md", f"{number(optimisation)} ms a step on an H200"),
+    ):
+        assert sentence in read(page), f"{page} should say: {sentence}"

@@ -28,7 +28,11 @@ def mixed_precision(device: torch.device, precision: Precision = "auto") -> Abst
     if precision not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"unknown precision {precision!r}; expected 'auto', 'float32' or 'bfloat16'")
     if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        precision = (
+            "bfloat16"
+            if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            else "float32"
+        )
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)

@@ -36,7 +36,7 @@ def coordinate_attention(
     _check(queries, keys)
     half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
     if backend == "auto":
-        backend = _choose(queries.device, coords, bound, half)
+        backend = _choose(queries, coords, bound, half)
     if backend not in (*BACKENDS, KERNEL):
         raise ValueError(
             f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted([*BACKENDS, KERNEL])}"
@@ -62,7 +62,7 @@ def attention_moments(
     _check(queries, keys)
     with torch.no_grad():
         half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
-        if backend == KERNEL or (backend == "auto" and _choose(queries.device, coords, bound, half) == KERNEL):
+        if backend == KERNEL or (backend == "auto" and _choose(queries, coords, bound, half) == KERNEL):
             from carlreg.attention.kernel import kernel_moments
 
             return kernel_moments(queries, keys, _as_grid(coords, keys))
@@ -78,8 +78,9 @@ def attention_moments(
         return mean + middle, second - mean[..., :, None] * mean[..., None, :]
 
 
-def _choose(device: torch.device, coords: Tensor | Grid, bound: float | None, half: bool) -> str:
-    if device.type != "cuda":
+def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None, half: bool) -> str:
+    device = queries.device
+    if device.type != "cuda" or queries.dtype == torch.float64:
         return "chunked"
     if not half or bound is None or not isinstance(coords, Grid):
         return "fused"

@@ -1,0 +1,245 @@
+"""Train carl-base on brains, abdomens and hippocampi together, and score it on labelled pairs at the network's grid.
+
+    python experiments/base/train.py carry/base.npz OUT --seconds 290
+
+Starts from `--model`, if given, else anew. Writes the best model by mean Dice on the `dev` pairs (training subjects
+kept back), as half floats, and scores.json: Dice per set on `dev` and `val` with and without instance optimisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg.grids import interpolate
+from carlreg.models import carl, load, save
+from carlreg.optimize import instance_optimize
+from carlreg.precision import mixed_precision
+from carlreg.registration import RegistrationAlgorithm
+from carlreg.training import Progress, Stage, train
+from carlreg.transforms import Affine, Transform, warp
+
+SIDE = 96
+MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
+"""How often pairs of each set are drawn."""
+ABDOMEN_FIVE = (1, 2, 3, 6, 11)
+"""Spleen, kidneys, liver, pancreas."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, help="a model to go on from")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--seconds", type=float, help="how long to train at most")
+    parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
+    parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
+    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--width", type=int, default=64, help="of the encoder")
+    parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
+    parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(arguments.seed)
+    data = Data(arguments.data, arguments.side, device)
+    start = time.monotonic()
+    if arguments.model is not None:
+        model = load(arguments.model, device=device)
+        stages = [Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=1e-5, warm_up=100)]
+    else:
+        model = carl(3, 2, width=arguments.width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)).to(
+            device
+        )
+        stages = [
+            Stage(arguments.diffusion, "diffusion", learning_rate=arguments.rate, warm_up=50),
+            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=2e-5, warm_up=50),
+        ]
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.images)} volumes", flush=True
+    )
+
+    def show(progress: Progress) -> None:
+        if progress.step % 200 == 0:
+            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
+            print(f"stage {progress.stage} step {progress.step} ({progress.seconds:.0f} s): {parts}", flush=True)
+
+    def on_dev(model: RegistrationAlgorithm) -> float:
+        scores = data.evaluate(model, "dev", most_pairs=6)
+        print("dev", {k: round(v["dice"], 4) for k, v in scores.items()}, flush=True)
+        return float(np.mean([scores[name]["dice"] for name in scores]))
+
+    model = train(
+        model,
+        lambda generator: data.draw(generator, arguments.pairs),
+        stages,
+        out=arguments.out / "run",
+        seed=arguments.seed,
+        validate=on_dev,
+        validate_every=500,
+        save_every=1000,
+        seconds=arguments.seconds,
+        callback=show,
+    )
+    final = on_dev(model)
+    best = arguments.out / "run" / "best.safetensors"
+    if best.exists():
+        candidate = load(best, device=device)
+        model = candidate if on_dev(candidate) > final else model
+    trained = time.monotonic() - start
+    report: dict[str, Any] = {
+        "commit": arguments.commit,
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "seed": arguments.seed,
+        "started_from": None if arguments.model is None else arguments.model.name,
+        "training_seconds": round(trained, 1),
+        "grid": arguments.side,
+    }
+    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata={"name": "carl-base"})
+    for split in ("dev", "val"):
+        report[split] = {"network": data.evaluate(model, split)}
+    write(report, arguments.out)
+    if arguments.optimize:
+        report["val"]["optimised"] = data.evaluate(
+            model, "val", optimize=arguments.optimize, most_pairs=arguments.optimized_pairs
+        )
+        write(report, arguments.out)
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    (folder / "scores.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report), flush=True)
+
+
+class Data:
+    """Packed volumes on the device, drawn as augmented pairs for training and as labelled pairs for scoring."""
+
+    def __init__(self, path: Path, side: int, device: torch.device) -> None:
+        self.side, self.device = side, device
+        packed = np.load(path)
+        self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
+        self.sets = sorted({key.split("/")[0] for key in packed.files})
+        self.names = {
+            (name, split): sorted(
+                key for key in packed.files if key.startswith(f"{name}/{split}/") and not key.endswith("labels")
+            )
+            for name in self.sets
+            for split in ("train", "dev", "val")
+        }
+
+    def image(self, key: str) -> Tensor:
+        """(1, 1, side, side, side) in [0, 1]."""
+        scan = self.images[key][None, None].float() / 255
+        if scan.shape[2:] == (self.side,) * 3:
+            return scan
+        return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
+
+    def draw(self, generator: torch.Generator, pairs: int) -> tuple[Tensor, Tensor]:
+        """Two different training subjects of one set, each turned, scaled, shifted and re-toned a little, both
+        perhaps mirrored left to right."""
+        moving: list[Tensor] = []
+        fixed: list[Tensor] = []
+        weights = torch.tensor([MIX[name] for name in self.sets])
+        for _ in range(pairs):
+            name = self.sets[int(torch.multinomial(weights, 1, generator=generator))]
+            keys = self.names[name, "train"]
+            first, second = torch.randperm(len(keys), generator=generator)[:2].tolist()
+            mirror = bool(torch.rand((), generator=generator) < 0.5)
+            for index, images in ((first, moving), (second, fixed)):
+                scan = self.image(keys[index])
+                scan = warp(scan, self.affine_noise(generator), like=scan, outside="zeros")
+                gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
+                scan = scan.clamp(0, 1) ** gamma
+                images.append(scan.flip(2) if mirror else scan)
+        return torch.cat(moving), torch.cat(fixed)
+
+    def affine_noise(self, generator: torch.Generator) -> Affine:
+        linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
+        shift = 0.06 * torch.randn(3, generator=generator)
+        centre = torch.full((3,), 0.5)
+        return Affine.from_parts(linear[None], (centre - linear @ centre + shift)[None]).to(
+            torch.empty(0, device=self.device)
+        )
+
+    def pairs(self, name: str, split: str) -> list[tuple[str, str]]:
+        """Ordered pairs of different subjects: all of them, or for the hippocampus 40 drawn with seed 0."""
+        pairs = list(itertools.permutations(self.names[name, split], 2))
+        return random.Random(0).sample(pairs, 40) if len(pairs) > 100 else pairs
+
+    def evaluate(
+        self, model: RegistrationAlgorithm, split: str, *, optimize: int = 0, most_pairs: int | None = None
+    ) -> dict[str, dict[str, float]]:
+        scores: dict[str, dict[str, float]] = {}
+        for name in self.sets:
+            pairs = self.pairs(name, split)
+            if most_pairs is not None:
+                pairs = random.Random(1).sample(pairs, min(most_pairs, len(pairs)))
+            rows = [self.score(model, name, *pair, optimize) for pair in pairs]
+            if rows:
+                scores[name] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+                scores[name]["pairs"] = len(rows)
+        return scores
+
+    def score(
+        self, model: RegistrationAlgorithm, name: str, moving: str, fixed: str, optimize: int
+    ) -> dict[str, float]:
+        m, f = self.image(moving), self.image(fixed)
+        if optimize:
+            phi: Transform = instance_optimize(model, m, f, steps=optimize).transform
+        else:
+            with torch.no_grad(), mixed_precision(self.device):
+                phi = model(m, f)
+        labels_m = self.images[f"{moving}/labels"][None, None].float()
+        labels_f = self.images[f"{fixed}/labels"][None, None].float()
+        with torch.no_grad():
+            warped = interpolate(labels_m, phi.on_grid_of(labels_f), mode="nearest", outside="border")
+            field = phi.on_grid_of(f)
+            row = {"dice": dice(warped, labels_f), "before": self.before(labels_m, labels_f), "folds": folds(field)}
+            if name == "abdomen":
+                row["dice_five"] = dice(warped, labels_f, ABDOMEN_FIVE)
+        return row
+
+    def before(self, moving: Tensor, fixed: Tensor) -> float:
+        from carlreg.transforms import Identity
+
+        return dice(warp(moving, Identity(), like=fixed, mode="nearest"), fixed)
+
+
+def dice(first: Tensor, second: Tensor, labels: tuple[int, ...] | None = None) -> float:
+    """Mean over the labels that the second has."""
+    chosen = labels or tuple(int(v) for v in second.unique() if v > 0)
+    scores = []
+    for label in chosen:
+        a, b = first == label, second == label
+        if b.any():
+            scores.append(float(2 * (a & b).sum() / (a.sum() + b.sum())))
+    return float(np.mean(scores))
+
+
+def folds(points: Tensor) -> float:
+    """Share of voxels, in per cent, whose neighbours along the three axes are turned inside out: (1, *shape, 3)."""
+    corner = points[:, :-1, :-1, :-1]
+    sides = [
+        points[:, 1:, :-1, :-1] - corner,
+        points[:, :-1, 1:, :-1] - corner,
+        points[:, :-1, :-1, 1:] - corner,
+    ]
+    return 100 * float((torch.linalg.det(torch.stack(sides, dim=-1)) < 0).float().mean())
+
+
+if __name__ == "__main__":
+    main()

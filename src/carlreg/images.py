@@ -1,0 +1,579 @@
+"""Image files and where their voxels lie: reading, writing, orientation, intensities, and the network's grid.
+
+Convention: `data[i, j, k]` is the voxel at ITK's index (i, j, k), x first, as in nibabel; SimpleITK's own arrays have
+the opposite axis order. World positions are millimetres in ITK's LPS frame: the first two axes have the opposite sign
+of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.grids`.
+
+`read` refuses files that do not hold one scalar image with a sound header. `preprocess` refuses images that cannot be
+registered: thin, constant, or with voxels that are not finite. SimpleITK is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import logging
+import math
+import os
+import re
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from carlreg.grids import Grid
+from carlreg.precision import full_precision
+
+PathLike = str | os.PathLike[str]
+Matrix = npt.NDArray[np.float64]
+
+MOST_VOXELS = 4e9
+LEAST_SIDE = 4
+CT_RANGE = (-1000.0, 1000.0)
+"""Air and dense bone, in Hounsfield units."""
+PERCENTILES = (0.1, 99.9)
+WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
+
+log = logging.getLogger(__name__)
+
+
+class ImageError(ValueError):
+    """A file or an array that is not an image we can use. One line: which, what was found, what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """A scalar 2-D or 3-D image and where it lies.
+
+    >>> image = read("scan.nii.gz")
+    >>> corner = map_points(image.unit_to_world(), np.ones(3))  # the last voxel's centre, LPS millimetres
+    """
+
+    data: npt.NDArray[Any]  # shape, in the file's own type
+    affine: Matrix  # (D + 1, D + 1), from voxel indices in array-axis order to world millimetres, LPS
+    name: str = "image"  # what messages call it
+
+    def __post_init__(self) -> None:
+        if self.data.ndim not in (2, 3):
+            raise ImageError(f"{self.name} has {self.data.ndim} axes {self.data.shape}; expected one 2-D or 3-D image")
+        if self.data.dtype.kind not in "iuf":
+            raise ImageError(f"{self.name} holds {self.data.dtype} values; expected integers or floating point")
+        if self.affine.shape != (self.dim + 1, self.dim + 1) or np.any(self.affine[-1] != np.eye(self.dim + 1)[-1]):
+            raise ImageError(
+                f"{self.name} has an affine of shape {self.affine.shape}; expected ({self.dim + 1}, {self.dim + 1}) "
+                "with a last row of zeros and a one"
+            )
+        _check_size(self.shape, self.name)
+        _check_geometry(self.affine, self.name)
+
+    @property
+    def dim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """Millimetres between neighbouring voxel centres along each array axis."""
+        return tuple(float(length) for length in np.linalg.norm(self.affine[:-1, :-1], axis=0))
+
+    def index_to_world(self) -> Matrix:
+        """(D + 1, D + 1): voxel indices to world millimetres (LPS)."""
+        return self.affine.copy()
+
+    def unit_to_world(self) -> Matrix:
+        """(D + 1, D + 1): unit coordinates (0 and 1 are the first and last voxel centres) to world millimetres."""
+        return self.affine @ np.diag([*(1 / s for s in Grid.of(self.shape).spacing), 1.0])
+
+    def world_to_unit(self) -> Matrix:
+        """(D + 1, D + 1): world millimetres (LPS) to unit coordinates."""
+        return np.linalg.inv(self.unit_to_world())
+
+    def to_sitk(self) -> Any:
+        """The same voxels and positions as a SimpleITK image."""
+        import SimpleITK as sitk
+
+        image = sitk.GetImageFromArray(np.ascontiguousarray(self.data.T))
+        image.SetSpacing(self.spacing)
+        image.SetDirection((self.affine[:-1, :-1] / np.array(self.spacing)).ravel().tolist())
+        image.SetOrigin(self.affine[:-1, -1].tolist())
+        return image
+
+
+def map_points(matrix: Matrix, points: npt.ArrayLike) -> Matrix:
+    """Points (..., D) of one space in another, by a matrix (D + 1, D + 1) such as `unit_to_world()`."""
+    return np.asarray(points, dtype=np.float64) @ matrix[:-1, :-1].T + matrix[:-1, -1]
+
+
+# ---- from memory ----------------------------------------------------------------------------------------------------
+
+
+def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name: str = "array") -> Image:
+    """An image from an array and a matrix from its indices to world millimetres (LPS); without one, 1 mm voxels."""
+    array = np.asarray(data)
+    narrow = {np.dtype(bool): np.dtype(np.uint8), np.dtype(np.float16): np.dtype(np.float32)}  # what ITK has
+    dtype = narrow.get(array.dtype, array.dtype.newbyteorder("="))
+    matrix = np.eye(array.ndim + 1) if affine is None else np.array(affine, dtype=np.float64)
+    return Image(np.ascontiguousarray(array, dtype=dtype), matrix, name)
+
+
+def from_sitk(image: Any, *, name: str = "SimpleITK image") -> Image:
+    """An image from a SimpleITK one."""
+    import SimpleITK as sitk
+
+    dim = image.GetDimension()
+    _check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
+    affine = _affine(dim, image.GetDirection(), image.GetSpacing(), image.GetOrigin())
+    return Image(np.ascontiguousarray(sitk.GetArrayViewFromImage(image).T), affine, name)
+
+
+def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
+    """An image from a nibabel one, whose affine is RAS. Trailing axes of length one are dropped."""
+    data = np.asanyarray(image.dataobj)
+    while data.ndim > 3 and data.shape[-1] == 1:
+        data = data[..., 0]
+    axes = [*range(min(data.ndim, 3)), 3]
+    affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
+    return from_array(data, affine[np.ix_(axes, axes)], name=name)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(path: PathLike) -> Image:
+    """Read one scalar image: NIfTI, NRRD, MetaImage, PNG, TIFF, JPEG, whatever else SimpleITK reads, or a folder with
+    a DICOM series (the largest one, which is logged and is part of the image's name).
+
+    >>> image = read("scan.nii.gz")
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ImageError(f"{path} does not exist; expected an image file or a DICOM folder: check the path")
+    if not os.access(path, os.R_OK):
+        raise ImageError(f"{path} cannot be read: permission denied; expected a readable file: check its permissions")
+    if path.is_dir():
+        return _read_series(path)
+    if path.stat().st_size == 0:
+        raise ImageError(f"{path} is empty; expected an image: copy or export it again")
+    _check_header(path)
+    _check_complete(path)
+    return from_sitk(_run(path, lambda sitk: sitk.ReadImage(str(path))), name=str(path))
+
+
+def read_labels(path: PathLike) -> Image:
+    """Read a label map. Integers keep their type; whole numbers stored as floating point become int32."""
+    image = read(path)
+    if image.data.dtype.kind != "f":
+        return image
+    if not bool(np.all(image.data == np.rint(image.data))):
+        raise ImageError(f"{path} holds values that are not whole numbers; expected a label map: is it an image?")
+    return Image(image.data.astype(np.int32), image.affine, image.name)
+
+
+def _read_series(folder: Path) -> Image:
+    import SimpleITK as sitk
+
+    names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))
+    if not names:
+        raise ImageError(f"{folder} is a folder without a DICOM series; expected DICOM slices: or give an image file")
+    files = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), name) for name in names}
+    series = max(sorted(names), key=lambda name: len(files[name]))
+    name = f"{folder} (DICOM series {series}, {len(files[series])} files)"
+    level = logging.WARNING if len(names) > 1 else logging.INFO
+    log.log(level, "%s: read the largest of %d series", name, len(names))
+    _check_header(Path(files[series][0]), slices=len(files[series]))
+    if len(files[series]) == 1:
+        return from_sitk(_run(folder, lambda sitk: sitk.ReadImage(files[series][0])), name=name)
+    reader = sitk.ImageSeriesReader()
+    reader.SetFileNames(files[series])
+    reader.MetaDataDictionaryArrayUpdateOn()
+    image = from_sitk(_run(folder, lambda _: reader.Execute()), name=name)
+    if image.dim == 3 and all(reader.HasMetaDataKey(i, "0020|0032") for i in range(image.shape[2])):
+        # ITK assumes even slices at right angles; a missing slice or a tilted gantry would be misplaced silently.
+        stated = [[float(x) for x in reader.GetMetaData(i, "0020|0032").split("\\")] for i in range(image.shape[2])]
+        assumed = map_points(image.affine, [[0, 0, i] for i in range(image.shape[2])])
+        error = float(np.linalg.norm(assumed - stated, axis=1).max())
+        if error > 0.1 * image.spacing[2]:
+            raise ImageError(
+                f"{name} has slices up to {error:.3g} mm away from even steps of {image.spacing[2]:.3g} mm; expected "
+                "every slice once and no gantry tilt: convert it to NIfTI with a tool that resamples"
+            )
+    return image
+
+
+def _run(path: Path, action: Callable[[Any], Any]) -> Any:
+    """Do something with SimpleITK, whose errors are pages long and name its source files."""
+    import SimpleITK as sitk
+
+    try:
+        return action(sitk)
+    except RuntimeError as error:
+        text = re.sub(r"\w+\(0x[0-9a-f]+\): ", "", str(error).split("ERROR: ")[-1])
+        reason = " ".join(text.split()).rstrip(".")
+        if path.suffix.lower() == ".gif":
+            raise ImageError(f"{path} is a GIF, which SimpleITK does not read; expected PNG: convert it") from error
+        if "ImageIO" in reason:
+            reason = "it is not an image, or of a format that SimpleITK does not know"
+        if "orthonormal" in reason:
+            reason = "the directions in its header are singular or not at right angles"
+        message = f"{path} cannot be read: {reason}; expected a whole image file: copy, export or resample it again"
+        raise ImageError(message) from error
+
+
+def _check_header(path: Path, slices: int = 1) -> None:
+    """Refuse what the header already shows to be unusable, before memory is taken for voxels."""
+    if path.name.lower().endswith((".nii", ".nii.gz")):
+        _check_nifti(path)
+
+    def header(sitk: Any) -> Any:
+        reader = sitk.ImageFileReader()
+        reader.SetFileName(str(path))
+        reader.ReadImageInformation()
+        return reader
+
+    reader = _run(path, header)
+    dim, size = reader.GetDimension(), tuple(reader.GetSize())
+    _check_kind(dim, size, reader.GetNumberOfComponents(), str(path))
+    _check_size((*size, slices), str(path))
+    _check_spacing(reader.GetSpacing(), str(path))
+    _check_geometry(_affine(dim, reader.GetDirection(), reader.GetSpacing(), reader.GetOrigin()), str(path))
+
+
+def _check_nifti(path: Path) -> None:
+    """ITK replaces bad spacings by 1 and fills what a cut-off file lacks with zeros: look for ourselves."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    try:
+        with cast("IO[bytes]", gzip.open(path) if packed else open(path, "rb")) as file:
+            head = file.read(352)
+            order = next(
+                (o for o in "<>" if len(head) == 352 and struct.unpack(o + "i", head[:4])[0] in (348, 540)), ""
+            )
+            if not order:
+                return  # no NIfTI header: ITK says so
+            first = struct.unpack(order + "i", head[:4])[0] == 348
+            dim = struct.unpack_from(order + ("8h" if first else "8q"), head, 40 if first else 16)
+            pixdim = struct.unpack_from(order + ("8f" if first else "8d"), head, 76 if first else 104)
+            (bits,) = struct.unpack_from(order + "h", head, 72 if first else 12)
+            (offset,) = struct.unpack_from(order + ("f" if first else "q"), head, 108 if first else 168)
+            if not 1 <= dim[0] <= 7:
+                return
+            _check_size(dim[1 : dim[0] + 1], str(path))
+            _check_spacing(pixdim[1 : min(dim[0], 3) + 1], str(path))
+            expected = int(offset) + math.prod(dim[1 : dim[0] + 1]) * bits // 8
+            found = len(head) + sum(len(chunk) for chunk in iter(lambda: file.read(1 << 20), b""))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ImageError(
+            f"{path} is truncated or damaged ({error}); expected a whole file: copy or export it again"
+        ) from error
+    if found < expected:
+        raise ImageError(
+            f"{path} is truncated: it holds {found} bytes but its header declares {expected}: copy or export it again"
+        )
+
+
+def _check_complete(path: Path) -> None:
+    """JPEG's reader fills what a cut-off file lacks with grey."""
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        content = path.read_bytes()
+        if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):  # no end after the last scan's start
+            raise ImageError(f"{path} is truncated: it has no end marker; expected a whole JPEG: copy it again")
+
+
+def _check_kind(dim: int, size: Sequence[int], components: int, name: str) -> None:
+    if dim not in (2, 3):
+        raise ImageError(
+            f"{name} is {dim}-D ({_times(size)}); expected one 2-D or 3-D image: extract one time point or channel"
+        )
+    if components != 1:
+        raise ImageError(
+            f"{name} has {components} components per voxel (colour, vectors or complex numbers); expected one: "
+            "convert it to grey values or choose a component"
+        )
+
+
+def _check_size(size: Iterable[int], name: str) -> None:
+    size = tuple(size)
+    if min(size) < 1:
+        raise ImageError(f"{name} declares {_times(size)} voxels; expected at least one along every axis")
+    count = math.prod(size)
+    try:
+        memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):  # not on every platform
+        memory = math.inf
+    if count > MOST_VOXELS or 4 * count > memory:
+        most = min(MOST_VOXELS, memory / 4)
+        raise ImageError(
+            f"{name} declares {_times(size)} voxels, {4 * count / 1e9:.3g} GB as float32; expected at most "
+            f"{most:.2g} voxels on this machine: check the header, or resample it"
+        )
+
+
+def _check_spacing(spacing: Sequence[float], name: str) -> None:
+    if not all(math.isfinite(s) and s > 0 for s in spacing):
+        numbers = " × ".join(f"{s:g}" for s in spacing)
+        raise ImageError(f"{name} declares a spacing of {numbers} mm; expected positive numbers: correct its header")
+
+
+def _check_geometry(affine: Matrix, name: str) -> None:
+    """Refuse positions that are not finite and axes that lie in a plane."""
+    if not np.isfinite(affine).all():
+        raise ImageError(f"{name} has a direction or origin that is not finite; expected numbers: correct its header")
+    lengths = np.linalg.norm(affine[:-1, :-1], axis=0)
+    _check_spacing(lengths.tolist(), name)
+    if abs(np.linalg.det(affine[:-1, :-1] / lengths)) < 1e-3:
+        raise ImageError(
+            f"{name} has a singular direction matrix; expected axes that point different ways: correct its header"
+        )
+
+
+def _affine(dim: int, direction: Sequence[float], spacing: Sequence[float], origin: Sequence[float]) -> Matrix:
+    affine = np.eye(dim + 1)
+    affine[:-1, :-1] = np.reshape(direction, (dim, dim)) * np.asarray(spacing)
+    affine[:-1, -1] = origin
+    return affine
+
+
+def _times(size: Iterable[int]) -> str:
+    return " × ".join(str(n) for n in size)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
+    """Write an image in the format of the name's extension, in its own type. The file appears whole or not at all.
+
+    The header is read back before the file gets its name: a format that cannot hold the image's type, its third axis
+    or its directions is refused. PNG, TIFF and JPEG have no place for positions, which are lost.
+
+    >>> write(image, "warped.nii.gz")
+    """
+    path = Path(path)
+    ending = ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix
+    if not ending or ending.lower() in TWO_FILES:
+        raise ImageError(f"{path} was not written: {ending or 'no extension'} is not one file; expected .nii.gz, say")
+    if path.exists() and not overwrite:
+        raise ImageError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=ending)
+    except OSError as error:
+        raise ImageError(f"{path} cannot be written: {error.strerror}: {path.parent}; expected a folder") from error
+    temporary = Path(name)
+    try:
+        os.close(handle)
+        _run_write(image, path, temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _run_write(image: Image, path: Path, temporary: Path) -> None:
+    import SimpleITK as sitk
+
+    source = image.to_sitk()
+    back = sitk.ImageFileReader()
+    back.SetFileName(str(temporary))
+    try:
+        sitk.WriteImage(source, str(temporary), useCompression=path.suffix.lower() in (".nrrd", ".mha"))
+        back.ReadImageInformation()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split(":")[-1].split())
+        raise ImageError(f"{path} cannot be written: {reason}; expected another format, .nii.gz, say") from error
+    lost = []
+    if back.GetPixelID() != source.GetPixelID():
+        lost.append(f"values of type {image.data.dtype}")
+    if tuple(back.GetSize()) != image.shape:
+        lost.append(f"a size of {_times(image.shape)}")
+    elif path.suffix.lower() not in WITHOUT_POSITION:
+        affine = _affine(image.dim, back.GetDirection(), back.GetSpacing(), back.GetOrigin())
+        corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
+        shift = np.abs(map_points(affine, corners) - map_points(image.affine, corners)).max()
+        if shift > 0.01 * min(image.spacing):
+            lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
+    if lost:
+        raise ImageError(
+            f"{path} was not written: the format cannot hold {' or '.join(lost)}; use another, or resample"
+        )
+
+
+# ---- orientation ----------------------------------------------------------------------------------------------------
+
+
+def to_closest_ras(image: Image) -> Image:
+    """The same voxels at the same world positions, with array axes that run closest to right, anterior, superior.
+
+    Of all orders of the axes, the one with the largest sum of |cosines|. 2-D images stay as they are.
+    """
+    if image.dim == 2:
+        return image
+    cosines = np.diag([-1.0, -1.0, 1.0]) @ image.affine[:-1, :-1] / np.array(image.spacing)  # RAS rows, array columns
+
+    def quality(order: tuple[int, ...]) -> tuple[float, ...]:
+        chosen = cosines[:, order]
+        chosen = chosen * np.sign(chosen.diagonal())
+        # The matrix itself decides at 45°, in the same way however the image is stored.
+        return (round(float(chosen.trace()), 6), *chosen.ravel().round(6).tolist())
+
+    order = max(itertools.permutations(range(3)), key=quality)
+    old_from_new = np.zeros((4, 4))
+    old_from_new[3, 3] = 1
+    flipped = []
+    for new, old in enumerate(order):
+        backwards = cosines[new, old] < 0
+        old_from_new[old, new] = -1 if backwards else 1
+        old_from_new[old, 3] = image.shape[old] - 1 if backwards else 0
+        flipped += [new] if backwards else []
+    data = np.ascontiguousarray(np.flip(image.data.transpose(order), flipped))
+    return Image(data, image.affine @ old_from_new, image.name)
+
+
+# ---- intensities ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What `preprocess` did: intensities from `low` to `high` became 0 to 1, those beyond were clamped."""
+
+    kind: str  # "CT" or "percentiles"
+    low: float
+    high: float
+    words: str
+
+
+def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preprocessing]:
+    """Intensities as (1, 1, *shape) float32 from 0 to 1, and what was done. Needs no modality.
+
+    CT is recognised by its values: at least 0.5 % of the voxels between −1100 and −500 (air, lung, bowel gas), at
+    least 2 % between −200 and 300 (soft tissue), and at most 2 % below −1100 apart from the minimum itself, which may
+    be padding. It is clamped to −1000…1000 HU.
+
+    Anything else runs from the 0.1st percentile of all voxels (the background, where there is one) to the 99.9th of
+    the voxels above that, so that a large background does not count. A mask restricts the voxels that are counted,
+    not those that are returned.
+
+    >>> tensor, done = preprocess(read("scan.nii.gz"))
+    """
+    data = image.data
+    if min(image.shape) < LEAST_SIDE:
+        raise ImageError(
+            f"{image.name} has {_times(image.shape)} voxels; expected at least {LEAST_SIDE} along every axis: "
+            "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
+        )
+    bad = data.size - int(np.isfinite(data).sum())
+    if bad:
+        raise ImageError(f"{image.name} has {bad} NaN or infinite voxels out of {data.size}; replace them, say by 0")
+    values = data if mask is None else data[_inside(mask, image)]
+    if values.min() == values.max():
+        where = "" if mask is None else " inside its mask"
+        raise ImageError(f"{image.name} is constant{where}: every voxel is {values.min()}; expected an image")
+    if _is_ct(data):
+        low, high = CT_RANGE
+        done = Preprocessing("CT", low, high, f"recognised as CT by its values; {low:g}…{high:g} HU scaled to 0…1")
+    else:
+        low = float(np.percentile(values, PERCENTILES[0]))
+        above = values[values > low]
+        high = float(np.percentile(above, PERCENTILES[1])) if above.size else low
+        if high <= low:  # nearly every voxel is the maximum
+            low, high = float(values.min()), float(values.max())
+        words = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
+        done = Preprocessing("percentiles", low, high, words)
+    wide = np.float64 if data.dtype.itemsize == 8 else np.float32
+    scaled = np.clip((data.astype(wide) - wide(low)) / wide(high - low), 0, 1).astype(np.float32)
+    return torch.from_numpy(scaled)[None, None], done
+
+
+def _is_ct(data: npt.NDArray[Any]) -> bool:
+    minimum = data.min()
+    if minimum > CT_RANGE[0] / 2:
+        return False
+    gas = np.mean((data >= -1100) & (data <= -500))
+    tissue = np.mean((data >= -200) & (data <= 300))
+    below = np.mean((data < -1100) & (data > minimum))
+    return bool(gas >= 0.005 and tissue >= 0.02 and below <= 0.02)
+
+
+def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
+    """Where the mask is not zero, on the image's voxels: the two must lie on the same grid to a tenth of a voxel."""
+    if mask.shape != image.shape:
+        raise ImageError(
+            f"{mask.name} has {_times(mask.shape)} voxels but {image.name} has {_times(image.shape)}; expected a mask "
+            "on the image's own grid: resample it"
+        )
+    corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
+    shift = np.abs(map_points(mask.affine, corners) - map_points(image.affine, corners)).max()
+    if shift > 0.1 * min(image.spacing):
+        raise ImageError(
+            f"{mask.name} lies up to {shift:.3g} mm away from {image.name}; expected a mask on the image's own grid: "
+            "resample it"
+        )
+    inside = mask.data != 0
+    if not inside.any():
+        raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
+    return cast("npt.NDArray[np.bool_]", inside)
+
+
+# ---- the network's grid ---------------------------------------------------------------------------------------------
+
+
+@full_precision
+def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stretch the unit box to another grid, linearly: (B, C, *sides) → (B, C, *shape), first and last voxel centres
+    staying where they are.
+
+    Where it shrinks by a factor s, values are averaged over √(s² − 1) voxels first: with the voxel itself as wide
+    as 1, that gives the spread of a voxel s wide. The window narrows towards the border, to stay centred.
+    """
+    for axis, (old, new) in enumerate(zip(data.shape[2:], _new_sides(data, shape), strict=True), start=2):
+        if old != new:
+            matrix = _resize_matrix(old, new).to(data)
+            data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
+    return data.contiguous()
+
+
+def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stretch the unit box to another grid, taking the nearest voxel: (B, C, *sides) → (B, C, *shape), any type."""
+    for axis, (old, new) in enumerate(zip(labels.shape[2:], _new_sides(labels, shape), strict=True), start=2):
+        nearest = (_positions(old, new) + 0.5).floor().long()
+        labels = labels.index_select(axis, nearest.to(labels.device))
+    return labels
+
+
+def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    sides = tuple(data.shape[2:])
+    if len(shape) != len(sides):
+        raise ValueError(f"shape is {tuple(shape)} but the image has {len(sides)} spatial axes {sides}")
+    if any(new < 2 and new != old for old, new in zip(sides, shape, strict=True)):
+        raise ValueError(f"shape is {tuple(shape)}; expected sides of at least 2, whose ends are 0 and 1")
+    return tuple(shape)
+
+
+def _positions(old: int, new: int) -> Tensor:
+    """Where the voxels of the new axis lie, as fractional indices of the old one."""
+    return torch.arange(new, dtype=torch.float64) * (old - 1) / max(new - 1, 1)
+
+
+def _resize_matrix(old: int, new: int) -> Tensor:
+    """(old, new): the weights of the old voxels in each new one."""
+    centre = _positions(old, new)
+    step = (old - 1) / (new - 1)
+    width = torch.full_like(centre, math.sqrt(max(step**2 - 1, 0)))
+    width = torch.minimum(width, 2 * torch.minimum(centre, old - 1 - centre))
+    samples = 2 * math.ceil(step) if step > 1 else 1
+    offsets = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples - 0.5
+    position = centre[:, None] + width[:, None] * offsets  # (new, samples)
+    index = torch.arange(old, dtype=torch.float64)[:, None, None]
+    return (1 - (position - index).abs()).clamp(min=0).mean(dim=-1)
