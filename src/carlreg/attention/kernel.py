@@ -352,8 +352,9 @@ class _KernelAttention(torch.autograd.Function):
         # No slope w·g·(x − y) exceeds |g| times the grid's diagonal: scale that to half of float16's range, for each
         # query's own gradient, and for the largest of them where all queries are added up.
         diagonal = math.hypot(*ctx.shape)
-        length = gradient.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = 2.0**14 / (diagonal * length)
+        length = gradient.norm(dim=-1, keepdim=True)
+        # Gradients of zero, or next to nothing beside the largest, are scaled as if they were a little larger.
+        scale = 2.0**14 / (diagonal * length.clamp(min=1e-12 * length.amax() + 1e-30))
         query_gradient = _run_backward_queries(
             queries, keys, _slopes(gradient * scale, means, norm, wide), places, BACKWARD_QUERIES
         )
