@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, randomize, texture
+from conftest import SMALL, paste, randomize, texture
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import carlreg
-from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, save, xi
-from carlreg.models import ModelFileError, describe, read_metadata
+from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
+from carlreg.models import WEIGHTS, ModelFileError, available, describe, read_metadata
 from carlreg.networks import Encoder, UNet, _UpConv, conv, conv_in_groups, transposed_conv
 
 
@@ -207,3 +207,35 @@ def test_convolution_in_groups_is_the_same_convolution(dim: int, side: int) -> N
     layer = conv(dim)(5, 3, 3, padding=1).double()
     features = torch.rand(2, 5, *(6, 7)[: dim - 1], side, dtype=torch.float64)
     assert torch.allclose(conv_in_groups(features, layer), layer(features), atol=1e-12)
+
+
+# ---- trained models -------------------------------------------------------------------------------------------------
+
+
+def test_the_default_model_is_in_the_package() -> None:
+    model = pretrained()
+    assert "carl-base" in available()
+    assert not model.training
+    header = read_metadata(WEIGHTS / "carl-base.safetensors")
+    assert "research use" in header["licence"]
+    assert os.path.getsize(WEIGHTS / "carl-base.safetensors") <= 20 * 2**20
+
+
+def test_the_default_model_follows_a_shift() -> None:
+    """Trained weights, the paper's feature length: blobs on a blank ground, one image shifted by 8 voxels."""
+    model = pretrained()
+    torch.manual_seed(3)
+    coarse = torch.rand(1, 1, 7, 7, 7)
+    patch = torch.nn.functional.interpolate(coarse, size=(40, 40, 40), mode="trilinear")
+    fixed = paste(patch, (64, 64, 64), (12, 12, 12))
+    moving = paste(patch.flip(4) * 0.5 + patch * 0.5, (64, 64, 64), (12, 12, 12))
+    shifted = moving.roll(8, dims=3)
+    points = 0.35 + 0.15 * torch.rand(1, 500, 3)
+    with torch.no_grad():
+        change = 63 * (model(shifted, fixed)(points) - model(moving, fixed)(points))
+    assert (change - torch.tensor([0.0, 8.0, 0.0])).norm(dim=-1).median() < 0.5
+
+
+def test_unknown_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="no model named 'magic'; this package has carl-base"):
+        pretrained("magic")

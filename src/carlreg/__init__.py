@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from carlreg.attention import coordinate_attention
+    from carlreg.attention import attention_moments, coordinate_attention
     from carlreg.losses import Loss, diffusion, lncc, lncc2, mind, registration_loss, ssd
-    from carlreg.models import add_refinement, carl, carl_rot, gradicon, load, save, xi
+    from carlreg.models import add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
     from carlreg.optimize import Optimized, instance_optimize
+    from carlreg.precision import mixed_precision
     from carlreg.registration import (
         Augmented,
         ClosedFormXi,
@@ -22,15 +23,18 @@ if TYPE_CHECKING:
         RegistrationAlgorithm,
         TwoStep,
     )
+    from carlreg.training import Stage, train
     from carlreg.transforms import Affine, Composition, DisplacementField, Identity, Transform, compose, invert, warp
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "attention": ["coordinate_attention"],
+    "attention": ["attention_moments", "coordinate_attention"],
     "losses": ["Loss", "diffusion", "lncc", "lncc2", "mind", "registration_loss", "ssd"],
-    "models": ["add_refinement", "carl", "carl_rot", "gradicon", "load", "save", "xi"],
+    "models": ["add_refinement", "carl", "carl_rot", "gradicon", "load", "pretrained", "save", "xi"],
     "optimize": ["Optimized", "instance_optimize"],
+    "precision": ["mixed_precision"],
+    "training": ["Stage", "train"],
     "registration": [
         "Augmented",
         "ClosedFormXi",
@@ -66,9 +70,11 @@ __all__ = [
     "Optimized",
     "PredictDisplacement",
     "RegistrationAlgorithm",
+    "Stage",
     "Transform",
     "TwoStep",
     "add_refinement",
+    "attention_moments",
     "carl",
     "carl_rot",
     "compose",
@@ -81,9 +87,12 @@ __all__ = [
     "lncc2",
     "load",
     "mind",
+    "mixed_precision",
+    "pretrained",
     "registration_loss",
     "save",
     "ssd",
+    "train",
     "warp",
     "xi",
 ]

@@ -4,8 +4,8 @@ Convention: `data[i, j, k]` is the voxel at ITK's index (i, j, k), x first, as i
 the opposite axis order. World positions are millimetres in ITK's LPS frame: the first two axes have the opposite sign
 of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.grids`.
 
-`read` refuses files that do not hold one scalar image with a sound header. `preprocess` refuses images that cannot be
-registered: thin, constant, or with voxels that are not finite. SimpleITK is imported where it is used.
+`read` refuses files that do not hold one scalar image with a sound header and finite values. `preprocess` refuses
+images that cannot be registered: thin or constant ones. SimpleITK is imported where it is used.
 """
 
 from __future__ import annotations
@@ -98,13 +98,11 @@ class Image:
 
     def world_to_unit(self) -> Matrix:
         """(D + 1, D + 1): world millimetres (LPS) to unit coordinates."""
-        return np.linalg.inv(self.unit_to_world())
+        return np.asarray(np.linalg.inv(self.unit_to_world()), dtype=np.float64)
 
     def to_sitk(self) -> Any:
         """The same voxels and positions as a SimpleITK image."""
-        import SimpleITK as sitk
-
-        image = sitk.GetImageFromArray(np.ascontiguousarray(self.data.T))
+        image = _sitk().GetImageFromArray(np.ascontiguousarray(self.data.T))
         image.SetSpacing(self.spacing)
         image.SetDirection((self.affine[:-1, :-1] / np.array(self.spacing)).ravel().tolist())
         image.SetOrigin(self.affine[:-1, -1].tolist())
@@ -122,20 +120,18 @@ def map_points(matrix: Matrix, points: npt.ArrayLike) -> Matrix:
 def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name: str = "array") -> Image:
     """An image from an array and a matrix from its indices to world millimetres (LPS); without one, 1 mm voxels."""
     array = np.asarray(data)
-    narrow = {np.dtype(bool): np.dtype(np.uint8), np.dtype(np.float16): np.dtype(np.float32)}  # what ITK has
-    dtype = narrow.get(array.dtype, array.dtype.newbyteorder("="))
+    if array.dtype == bool or array.dtype == np.float16:  # ITK has neither
+        array = array.astype(np.uint8 if array.dtype == bool else np.float32)
     matrix = np.eye(array.ndim + 1) if affine is None else np.array(affine, dtype=np.float64)
-    return Image(np.ascontiguousarray(array, dtype=dtype), matrix, name)
+    return Image(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), matrix, name)
 
 
 def from_sitk(image: Any, *, name: str = "SimpleITK image") -> Image:
     """An image from a SimpleITK one."""
-    import SimpleITK as sitk
-
     dim = image.GetDimension()
     _check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
     affine = _affine(dim, image.GetDirection(), image.GetSpacing(), image.GetOrigin())
-    return Image(np.ascontiguousarray(sitk.GetArrayViewFromImage(image).T), affine, name)
+    return Image(np.ascontiguousarray(_sitk().GetArrayViewFromImage(image).T), affine, name)
 
 
 def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
@@ -168,7 +164,9 @@ def read(path: PathLike) -> Image:
         raise ImageError(f"{path} is empty; expected an image: copy or export it again")
     _check_header(path)
     _check_complete(path)
-    return from_sitk(_run(path, lambda sitk: sitk.ReadImage(str(path))), name=str(path))
+    image = from_sitk(_run(path, lambda: _sitk().ReadImage(str(path))), name=str(path))
+    _check_finite(image.data, image.name)
+    return image
 
 
 def read_labels(path: PathLike) -> Image:
@@ -176,17 +174,18 @@ def read_labels(path: PathLike) -> Image:
     image = read(path)
     if image.data.dtype.kind != "f":
         return image
-    if not bool(np.all(image.data == np.rint(image.data))):
+    if not np.all((np.abs(image.data) < 2**31) & (image.data == np.rint(image.data))):
         raise ImageError(f"{path} holds values that are not whole numbers; expected a label map: is it an image?")
     return Image(image.data.astype(np.int32), image.affine, image.name)
 
 
 def _read_series(folder: Path) -> Image:
-    import SimpleITK as sitk
-
+    sitk = _sitk()
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))
     if not names:
-        raise ImageError(f"{folder} is a folder without a DICOM series; expected DICOM slices: or give an image file")
+        raise ImageError(
+            f"{folder} is a folder without a DICOM series; expected DICOM slices: check the folder, or give a file"
+        )
     files = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), name) for name in names}
     series = max(sorted(names), key=lambda name: len(files[name]))
     name = f"{folder} (DICOM series {series}, {len(files[series])} files)"
@@ -194,11 +193,11 @@ def _read_series(folder: Path) -> Image:
     log.log(level, "%s: read the largest of %d series", name, len(names))
     _check_header(Path(files[series][0]), slices=len(files[series]))
     if len(files[series]) == 1:
-        return from_sitk(_run(folder, lambda sitk: sitk.ReadImage(files[series][0])), name=name)
+        return from_sitk(_run(folder, lambda: _sitk().ReadImage(files[series][0])), name=name)
     reader = sitk.ImageSeriesReader()
     reader.SetFileNames(files[series])
     reader.MetaDataDictionaryArrayUpdateOn()
-    image = from_sitk(_run(folder, lambda _: reader.Execute()), name=name)
+    image = from_sitk(_run(folder, lambda: reader.Execute()), name=name)
     if image.dim == 3 and all(reader.HasMetaDataKey(i, "0020|0032") for i in range(image.shape[2])):
         # ITK assumes even slices at right angles; a missing slice or a tilted gantry would be misplaced silently.
         stated = [[float(x) for x in reader.GetMetaData(i, "0020|0032").split("\\")] for i in range(image.shape[2])]
@@ -212,75 +211,83 @@ def _read_series(folder: Path) -> Image:
     return image
 
 
-def _run(path: Path, action: Callable[[Any], Any]) -> Any:
-    """Do something with SimpleITK, whose errors are pages long and name its source files."""
-    import SimpleITK as sitk
-
+def _sitk() -> Any:
     try:
-        return action(sitk)
+        import SimpleITK
+    except ImportError as error:
+        raise ImportError("image files need SimpleITK: pip install 'carlreg[images]'") from error
+    return SimpleITK
+
+
+def _run(path: Path, action: Callable[[], Any], verb: str = "read") -> Any:
+    """Do something with SimpleITK, whose errors are pages long and name its source files."""
+    try:
+        return action()
     except RuntimeError as error:
-        text = re.sub(r"\w+\(0x[0-9a-f]+\): ", "", str(error).split("ERROR: ")[-1])
-        reason = " ".join(text.split()).rstrip(".")
-        if path.suffix.lower() == ".gif":
-            raise ImageError(f"{path} is a GIF, which SimpleITK does not read; expected PNG: convert it") from error
+        last = str(error).strip().splitlines()[-1]
+        reason = re.sub(r"(sitk::|ITK )ERROR: |\w+\(0x[0-9a-f]+\): |\[nrrd\] \w+: ", "", last).strip(" .")
+        expected = "a whole image file: copy or export it again" if verb == "read" else "another format, .nii.gz say"
         if "ImageIO" in reason:
-            reason = "it is not an image, or of a format that SimpleITK does not know"
-        if "orthonormal" in reason:
+            reason = "not an image of a format that SimpleITK knows"
+            if path.suffix.lower() == ".gif":
+                reason, expected = "SimpleITK does not know GIF", "PNG, say: convert it"
+        elif "orthonormal" in reason:
             reason = "the directions in its header are singular or not at right angles"
-        message = f"{path} cannot be read: {reason}; expected a whole image file: copy, export or resample it again"
-        raise ImageError(message) from error
+            expected = "axes at right angles: correct its header, or resample it"
+        elif "Reason:" in reason:  # MetaImage blames the operating system
+            reason = "its voxels are missing or end too early"
+        raise ImageError(f"{path} cannot be {verb}: {reason}; expected {expected}") from error
 
 
 def _check_header(path: Path, slices: int = 1) -> None:
     """Refuse what the header already shows to be unusable, before memory is taken for voxels."""
     if path.name.lower().endswith((".nii", ".nii.gz")):
         _check_nifti(path)
-
-    def header(sitk: Any) -> Any:
-        reader = sitk.ImageFileReader()
-        reader.SetFileName(str(path))
-        reader.ReadImageInformation()
-        return reader
-
-    reader = _run(path, header)
+    reader = _run(path, lambda: _header(path))
     dim, size = reader.GetDimension(), tuple(reader.GetSize())
     _check_kind(dim, size, reader.GetNumberOfComponents(), str(path))
-    _check_size((*size, slices), str(path))
+    _check_size(size if slices == 1 else (*size[:2], slices), str(path))
     _check_spacing(reader.GetSpacing(), str(path))
     _check_geometry(_affine(dim, reader.GetDirection(), reader.GetSpacing(), reader.GetOrigin()), str(path))
 
 
+def _header(path: Path) -> Any:
+    reader = _sitk().ImageFileReader()
+    reader.SetFileName(str(path))
+    reader.ReadImageInformation()
+    return reader
+
+
 def _check_nifti(path: Path) -> None:
-    """ITK replaces bad spacings by 1 and fills what a cut-off file lacks with zeros: look for ourselves."""
+    """ITK makes bad spacings 1, and NaN and what a cut-off file lacks 0, without a word: look for ourselves."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
         with cast("IO[bytes]", gzip.open(path) if packed else open(path, "rb")) as file:
             head = file.read(352)
-            order = next(
-                (o for o in "<>" if len(head) == 352 and struct.unpack(o + "i", head[:4])[0] in (348, 540)), ""
-            )
-            if not order:
+            length = {int.from_bytes(head[:4], "little"): "<", int.from_bytes(head[:4], "big"): ">"}
+            if 540 in length:
+                raise ImageError(f"{path} is NIfTI-2, which SimpleITK does not read; expected NIfTI-1: convert it")
+            if len(head) < 352 or 348 not in length:
                 return  # no NIfTI header: ITK says so
-            first = struct.unpack(order + "i", head[:4])[0] == 348
-            dim = struct.unpack_from(order + ("8h" if first else "8q"), head, 40 if first else 16)
-            pixdim = struct.unpack_from(order + ("8f" if first else "8d"), head, 76 if first else 104)
-            (bits,) = struct.unpack_from(order + "h", head, 72 if first else 12)
-            (offset,) = struct.unpack_from(order + ("f" if first else "q"), head, 108 if first else 168)
-            if not 1 <= dim[0] <= 7:
+            order = length[348]
+            axes, *sides = struct.unpack_from(order + "8h", head, 40)
+            kind, bits, _, _, *spacing, offset = struct.unpack_from(order + "3h8f1f", head, 70)
+            if not 1 <= axes <= 7:
                 return
-            _check_size(dim[1 : dim[0] + 1], str(path))
-            _check_spacing(pixdim[1 : min(dim[0], 3) + 1], str(path))
-            expected = int(offset) + math.prod(dim[1 : dim[0] + 1]) * bits // 8
-            found = len(head) + sum(len(chunk) for chunk in iter(lambda: file.read(1 << 20), b""))
+            _check_size(sides[:axes], str(path))
+            _check_spacing(spacing[: min(axes, 3)], str(path))
+            count = math.prod(sides[:axes])
+            expected = int(offset) + count * bits // 8
+            content = head + file.read(max(expected - len(head), 0))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ImageError(f"{path} is truncated or damaged ({error}); expected a whole file: copy it again") from error
+    if len(content) < expected:
         raise ImageError(
-            f"{path} is truncated or damaged ({error}); expected a whole file: copy or export it again"
-        ) from error
-    if found < expected:
-        raise ImageError(
-            f"{path} is truncated: it holds {found} bytes but its header declares {expected}: copy or export it again"
+            f"{path} is truncated: it holds {len(content)} bytes; expected {expected} by its header: copy it again"
         )
+    if kind in (16, 64):  # float32 and float64
+        _check_finite(np.frombuffer(content, f"{order}f{bits // 8}", count, int(offset)), str(path))
 
 
 def _check_complete(path: Path) -> None:
@@ -316,7 +323,7 @@ def _check_size(size: Iterable[int], name: str) -> None:
         most = min(MOST_VOXELS, memory / 4)
         raise ImageError(
             f"{name} declares {_times(size)} voxels, {4 * count / 1e9:.3g} GB as float32; expected at most "
-            f"{most:.2g} voxels on this machine: check the header, or resample it"
+            f"{most:.2g} voxels in this memory: check the header, or resample it"
         )
 
 
@@ -324,6 +331,14 @@ def _check_spacing(spacing: Sequence[float], name: str) -> None:
     if not all(math.isfinite(s) and s > 0 for s in spacing):
         numbers = " × ".join(f"{s:g}" for s in spacing)
         raise ImageError(f"{name} declares a spacing of {numbers} mm; expected positive numbers: correct its header")
+
+
+def _check_finite(data: npt.NDArray[Any], name: str) -> None:
+    bad = data.size - int(np.isfinite(data).sum())
+    if bad:
+        raise ImageError(
+            f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: replace them by 0"
+        )
 
 
 def _check_geometry(affine: Matrix, name: str) -> None:
@@ -363,7 +378,8 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
     path = Path(path)
     ending = ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix
     if not ending or ending.lower() in TWO_FILES:
-        raise ImageError(f"{path} was not written: {ending or 'no extension'} is not one file; expected .nii.gz, say")
+        found = f"{ending} takes two files" if ending else "its name has no extension"
+        raise ImageError(f"{path} cannot be written: {found}; expected one file, .nii.gz say")
     if path.exists() and not overwrite:
         raise ImageError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
     try:
@@ -373,7 +389,7 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
     temporary = Path(name)
     try:
         os.close(handle)
-        _run_write(image, path, temporary)
+        _write_and_look(image, path, temporary)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -381,33 +397,28 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
         raise
 
 
-def _run_write(image: Image, path: Path, temporary: Path) -> None:
-    import SimpleITK as sitk
-
-    source = image.to_sitk()
-    back = sitk.ImageFileReader()
-    back.SetFileName(str(temporary))
-    try:
-        sitk.WriteImage(source, str(temporary), useCompression=path.suffix.lower() in (".nrrd", ".mha"))
-        back.ReadImageInformation()
-    except RuntimeError as error:
-        reason = " ".join(str(error).split(":")[-1].split())
-        raise ImageError(f"{path} cannot be written: {reason}; expected another format, .nii.gz, say") from error
+def _write_and_look(image: Image, path: Path, temporary: Path) -> None:
+    source, ending = image.to_sitk(), path.suffix.lower()
+    _run(path, lambda: _sitk().WriteImage(source, str(temporary), ending in (".nrrd", ".mha")), "written")
+    back = _run(path, lambda: _header(temporary), "written")
     lost = []
     if back.GetPixelID() != source.GetPixelID():
         lost.append(f"values of type {image.data.dtype}")
     if tuple(back.GetSize()) != image.shape:
         lost.append(f"a size of {_times(image.shape)}")
-    elif path.suffix.lower() not in WITHOUT_POSITION:
+    elif ending not in WITHOUT_POSITION:
         affine = _affine(image.dim, back.GetDirection(), back.GetSpacing(), back.GetOrigin())
-        corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
-        shift = np.abs(map_points(affine, corners) - map_points(image.affine, corners)).max()
+        shift = _largest_shift(affine, image)
         if shift > 0.01 * min(image.spacing):
             lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
     if lost:
-        raise ImageError(
-            f"{path} was not written: the format cannot hold {' or '.join(lost)}; use another, or resample"
-        )
+        raise ImageError(f"{path} was not written: its format cannot hold {' or '.join(lost)}; expected another format")
+
+
+def _largest_shift(affine: Matrix, image: Image) -> float:
+    """How far apart, in millimetres, another affine puts the image's voxels at most."""
+    corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
+    return float(np.abs(map_points(affine, corners) - map_points(image.affine, corners)).max())
 
 
 # ---- orientation ----------------------------------------------------------------------------------------------------
@@ -437,7 +448,7 @@ def to_closest_ras(image: Image) -> Image:
         old_from_new[old, new] = -1 if backwards else 1
         old_from_new[old, 3] = image.shape[old] - 1 if backwards else 0
         flipped += [new] if backwards else []
-    data = np.ascontiguousarray(np.flip(image.data.transpose(order), flipped))
+    data = np.ascontiguousarray(np.flip(image.data.transpose(order), tuple(flipped)))
     return Image(data, image.affine @ old_from_new, image.name)
 
 
@@ -457,7 +468,7 @@ class Preprocessing:
 def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preprocessing]:
     """Intensities as (1, 1, *shape) float32 from 0 to 1, and what was done. Needs no modality.
 
-    CT is recognised by its values: at least 0.5 % of the voxels between −1100 and −500 (air, lung, bowel gas), at
+    CT is recognised by its values: at least 0.1 % of the voxels between −1100 and −500 (air, lung, bowel gas), at
     least 2 % between −200 and 300 (soft tissue), and at most 2 % below −1100 apart from the minimum itself, which may
     be padding. It is clamped to −1000…1000 HU.
 
@@ -473,9 +484,7 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preproc
             f"{image.name} has {_times(image.shape)} voxels; expected at least {LEAST_SIDE} along every axis: "
             "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
         )
-    bad = data.size - int(np.isfinite(data).sum())
-    if bad:
-        raise ImageError(f"{image.name} has {bad} NaN or infinite voxels out of {data.size}; replace them, say by 0")
+    _check_finite(data, image.name)
     values = data if mask is None else data[_inside(mask, image)]
     if values.min() == values.max():
         where = "" if mask is None else " inside its mask"
@@ -492,7 +501,7 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preproc
         words = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
         done = Preprocessing("percentiles", low, high, words)
     wide = np.float64 if data.dtype.itemsize == 8 else np.float32
-    scaled = np.clip((data.astype(wide) - wide(low)) / wide(high - low), 0, 1).astype(np.float32)
+    scaled = np.clip((data - wide(low)) / wide(high - low), 0, 1).astype(np.float32)
     return torch.from_numpy(scaled)[None, None], done
 
 
@@ -503,7 +512,7 @@ def _is_ct(data: npt.NDArray[Any]) -> bool:
     gas = np.mean((data >= -1100) & (data <= -500))
     tissue = np.mean((data >= -200) & (data <= 300))
     below = np.mean((data < -1100) & (data > minimum))
-    return bool(gas >= 0.005 and tissue >= 0.02 and below <= 0.02)
+    return bool(gas >= 0.001 and tissue >= 0.02 and below <= 0.02)
 
 
 def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
@@ -513,8 +522,7 @@ def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
             f"{mask.name} has {_times(mask.shape)} voxels but {image.name} has {_times(image.shape)}; expected a mask "
             "on the image's own grid: resample it"
         )
-    corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
-    shift = np.abs(map_points(mask.affine, corners) - map_points(image.affine, corners)).max()
+    shift = _largest_shift(mask.affine, image)
     if shift > 0.1 * min(image.spacing):
         raise ImageError(
             f"{mask.name} lies up to {shift:.3g} mm away from {image.name}; expected a mask on the image's own grid: "

@@ -254,6 +254,33 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     return header
 
 
+# ---- trained models -------------------------------------------------------------------------------------------------
+
+WEIGHTS = Path(__file__).parent / "weights"
+DEFAULT = "carl-base"
+
+
+def available() -> list[str]:
+    """The trained models that come with the package."""
+    return sorted(path.stem for path in WEIGHTS.glob("*.safetensors"))
+
+
+def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> RegistrationAlgorithm:
+    """A trained model of the package, by name, in evaluation mode. docs/models.md says what each is good for.
+
+    Shipped weights are for research use: they were trained on data under CC BY-NC. `read_metadata` shows the terms.
+
+    >>> model = pretrained()
+    """
+    stem = DEFAULT if name == "default" else name
+    if stem not in available():
+        raise ValueError(
+            f"no model named {name!r}; this package has {', '.join(available()) or 'none'} "
+            "(a model file of your own is read by carlreg.load)"
+        )
+    return load(WEIGHTS / f"{stem}.safetensors", device=device)
+
+
 # ---- the authors' checkpoints ---------------------------------------------------------------------------------------
 
 
