@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.grids import interpolate
+from carlreg.metrics import dice, folding, mean_score
 from carlreg.models import carl, load, save
 from carlreg.optimize import instance_optimize
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.training import Progress, Stage, train
-from carlreg.transforms import Affine, Transform, warp
+from carlreg.transforms import Affine, Identity, Transform, warp
 
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
@@ -206,39 +206,16 @@ class Data:
         labels_m = self.images[f"{moving}/labels"][None, None].float()
         labels_f = self.images[f"{fixed}/labels"][None, None].float()
         with torch.no_grad():
-            warped = interpolate(labels_m, phi.on_grid_of(labels_f), mode="nearest", outside="border")
-            field = phi.on_grid_of(f)
-            row = {"dice": dice(warped, labels_f), "before": self.before(labels_m, labels_f), "folds": folds(field)}
+            warped = warp(labels_m, phi, like=labels_f, mode="nearest")
+            unmoved = warp(labels_m, Identity(), like=labels_f, mode="nearest")
+            row = {
+                "dice": mean_score(dice(warped, labels_f)),
+                "before": mean_score(dice(unmoved, labels_f)),
+                "folds": folding(phi, f),
+            }
             if name == "abdomen":
-                row["dice_five"] = dice(warped, labels_f, ABDOMEN_FIVE)
+                row["dice_five"] = mean_score(dice(warped, labels_f, ABDOMEN_FIVE))
         return row
-
-    def before(self, moving: Tensor, fixed: Tensor) -> float:
-        from carlreg.transforms import Identity
-
-        return dice(warp(moving, Identity(), like=fixed, mode="nearest"), fixed)
-
-
-def dice(first: Tensor, second: Tensor, labels: tuple[int, ...] | None = None) -> float:
-    """Mean over the labels that the second has."""
-    chosen = labels or tuple(int(v) for v in second.unique() if v > 0)
-    scores = []
-    for label in chosen:
-        a, b = first == label, second == label
-        if b.any():
-            scores.append(float(2 * (a & b).sum() / (a.sum() + b.sum())))
-    return float(np.mean(scores))
-
-
-def folds(points: Tensor) -> float:
-    """Share of voxels, in per cent, whose neighbours along the three axes are turned inside out: (1, *shape, 3)."""
-    corner = points[:, :-1, :-1, :-1]
-    sides = [
-        points[:, 1:, :-1, :-1] - corner,
-        points[:, :-1, 1:, :-1] - corner,
-        points[:, :-1, :-1, 1:] - corner,
-    ]
-    return 100 * float((torch.linalg.det(torch.stack(sides, dim=-1)) < 0).float().mean())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""How good a registration is: overlap, distances, folds, smoothness, consistency.
+
+Label maps are (B, 1, *shape) tensors of whole numbers on one grid. Distances are in the unit of `spacing`, the size of
+a voxel along each axis: millimetres, or voxels if it is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg._checks import check_same_shape
+from carlreg.grids import voxel_points, voxel_size
+from carlreg.transforms import Transform
+
+
+def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> dict[int, float]:
+    """2 |A ∩ B| / (|A| + |B|) for each label, by default all but 0 that occur in either; NaN where one has none of it.
+
+    >>> scores = dice(warped_labels, fixed_labels)
+    """
+    check_same_shape(first, second, ("the first label map", "the second"))
+    if labels is None:
+        labels = sorted({int(v) for v in torch.cat([first.unique(), second.unique()])} - {0})
+    scores = {}
+    for label in labels:
+        a, b = first == label, second == label
+        both = bool(a.any()) and bool(b.any())
+        scores[label] = float(2 * (a & b).sum() / (a.sum() + b.sum())) if both else math.nan
+    return scores
+
+
+def mean_score(scores: dict[int, float]) -> float:
+    """The mean over the labels that have a score; NaN if none has."""
+    values = [score for score in scores.values() if not math.isnan(score)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def hd95(first: Tensor, second: Tensor, label: int, *, spacing: Sequence[float] | None = None) -> float:
+    """Distance within which 95 % of each surface lies of the other, the larger of both ways; NaN if either is empty.
+
+    A surface voxel belongs to the structure and has a neighbour along an axis that does not.
+    """
+    check_same_shape(first, second, ("the first label map", "the second"))
+    surfaces = [_surface(labels == label, spacing) for labels in (first, second)]
+    if any(len(points) == 0 for points in surfaces):
+        return math.nan
+    there, back = (_nearest(a, b).quantile(0.95) for a, b in (surfaces, surfaces[::-1]))
+    return float(torch.maximum(there, back))
+
+
+def target_registration_error(
+    transform: Transform, fixed_points: Tensor, moving_points: Tensor, *, size: Sequence[float] | None = None
+) -> Tensor:
+    """How far each fixed landmark lands from its moving one: two (B, N, D) in unit coordinates → (B, N).
+
+    `size` is the moving image's extent along each axis from the first to the last voxel centre, in millimetres.
+    """
+    check_same_shape(fixed_points, moving_points, ("fixed_points", "moving_points"))
+    difference = transform(fixed_points) - moving_points
+    if size is not None:
+        difference = difference * torch.tensor(list(size)).to(difference)
+    return difference.norm(dim=-1)
+
+
+def jacobian_determinant(transform: Transform, image: Tensor) -> Tensor:
+    """det ∇φ at the image's voxels, by central differences, without the outermost ones: (B, *(shape − 2))."""
+    dim = image.dim() - 2
+    if min(image.shape[2:]) < 3:
+        raise ValueError(f"the image has sides {tuple(image.shape[2:])}; expected at least 3 voxels a side")
+    points = transform.on_grid_of(image)
+    columns = []
+    for axis in range(dim):
+        ahead, behind = ([slice(None), *[slice(1, -1)] * dim] for _ in range(2))
+        ahead[1 + axis], behind[1 + axis] = slice(2, None), slice(None, -2)
+        step = 2 * voxel_size(image.shape[2:], image)[axis]
+        columns.append((points[tuple(ahead)] - points[tuple(behind)]) / step)
+    return torch.linalg.det(torch.stack(columns, dim=-1))
+
+
+def folding(transform: Transform, image: Tensor) -> float:
+    """% |J| < 0: the share of voxels at which the map turns space inside out, in per cent."""
+    return 100 * float((jacobian_determinant(transform, image) < 0).double().mean())
+
+
+def sd_log_jacobian(transform: Transform, image: Tensor) -> float:
+    """Standard deviation of log det ∇φ, determinants held above 1e-9: 0 where volume changes evenly."""
+    return float(jacobian_determinant(transform, image).clamp(min=1e-9).log().std(correction=0))
+
+
+def inverse_consistency(
+    phi_ab: Transform, phi_ba: Transform, image: Tensor, *, spacing: Sequence[float] | None = None
+) -> Tensor:
+    """How far φ_AB(φ_BA(x)) is from x, at the voxels of the image that φ_BA starts from: (B, *shape)."""
+    points = voxel_points(image)
+    difference = (phi_ab(phi_ba.on_grid_of(image)) - points) / voxel_size(image.shape[2:], image)
+    if spacing is not None:
+        difference = difference * torch.tensor(list(spacing)).to(difference)
+    return difference.norm(dim=-1)
+
+
+def _surface(mask: Tensor, spacing: Sequence[float] | None) -> Tensor:
+    """Positions of the surface voxels, (N, D)."""
+    if mask.shape[0] != 1 or mask.shape[1] != 1:
+        raise ValueError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
+    inside = mask[0, 0]
+    dim = inside.dim()
+    padded = F.pad(inside, (1, 1) * dim)
+    covered = inside.clone()
+    for axis, shift in itertools.product(range(dim), (0, 2)):
+        window = tuple(slice(shift, shift + n) if a == axis else slice(1, 1 + n) for a, n in enumerate(inside.shape))
+        covered &= padded[window]
+    points = (inside & ~covered).nonzero().double()
+    return points if spacing is None else points * torch.tensor(list(spacing)).to(points)
+
+
+def _nearest(points: Tensor, others: Tensor) -> Tensor:
+    """Distance from each point to the nearest of the others, a block at a time."""
+    return torch.cat([torch.cdist(block, others).amin(dim=1) for block in points.split(1024)])

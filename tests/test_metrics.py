@@ -1,0 +1,112 @@
+"""Metrics on cases with a known answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import texture
+from torch import Tensor
+
+from carlreg import Affine, DisplacementField, Identity
+from carlreg.grids import voxel_points
+from carlreg.metrics import (
+    dice,
+    folding,
+    hd95,
+    inverse_consistency,
+    jacobian_determinant,
+    mean_score,
+    sd_log_jacobian,
+    target_registration_error,
+)
+
+
+def ball(side: int, centre: tuple[float, ...], radius: float) -> Tensor:
+    index = torch.stack(torch.meshgrid(*(torch.arange(float(side)),) * len(centre), indexing="ij"), dim=-1)
+    return ((index - torch.tensor(centre)).norm(dim=-1) <= radius).int()[None, None]
+
+
+def test_dice_by_hand() -> None:
+    first = torch.tensor([[[0, 1, 1, 2, 2, 3]]])
+    second = torch.tensor([[[1, 1, 0, 2, 2, 4]]])
+    scores = dice(first, second)
+    assert scores[1] == pytest.approx(2 * 1 / (2 + 2))
+    assert scores[2] == 1
+    assert math.isnan(scores[3])
+    assert math.isnan(scores[4])
+    assert mean_score(scores) == pytest.approx(0.75)
+    assert list(dice(first, second, labels=[2])) == [2]
+    assert math.isnan(mean_score({}))
+
+
+def test_hd95_of_shifted_and_of_concentric_balls() -> None:
+    first = ball(40, (20, 20, 20), 8)
+    assert hd95(first, first, 1) == 0
+    shifted = ball(40, (20, 20, 24), 8)
+    assert hd95(first, shifted, 1) == pytest.approx(4, abs=0.35)  # the poles move by 4, the equator by less
+    assert hd95(first, shifted, 1, spacing=(1, 1, 2.5)) > 7
+    larger = ball(40, (20, 20, 20), 13)
+    assert hd95(first, larger, 1) == pytest.approx(5, abs=0.8)
+    assert math.isnan(hd95(first, first * 0, 1))
+
+
+def test_hd95_against_all_pairs() -> None:
+    first, second = ball(15, (7, 6), 4), ball(15, (8, 8), 3)
+
+    def rim(mask: Tensor) -> Tensor:
+        inside = {tuple(p) for p in mask[0, 0].nonzero().tolist()}
+        steps = [(0, 1), (0, -1), (1, 0), (-1, 0)]
+        return torch.tensor([p for p in inside if any((p[0] + i, p[1] + j) not in inside for i, j in steps)]).double()
+
+    distances = torch.cdist(rim(first), rim(second))
+    expected = max(float(distances.amin(d).quantile(0.95)) for d in (0, 1))
+    assert hd95(first, second, 1) == pytest.approx(expected)
+
+
+def test_target_registration_error_of_a_translation() -> None:
+    shift = Affine.translation(torch.tensor([[0.1, 0.0, -0.2]], dtype=torch.float64))
+    landmarks = torch.rand(1, 7, 3, dtype=torch.float64)
+    error = target_registration_error(shift, landmarks, landmarks, size=(100, 50, 200))
+    assert torch.allclose(error, torch.tensor(math.hypot(10, 40), dtype=torch.float64))
+    assert target_registration_error(shift, landmarks, shift(landmarks)).max() < 1e-12
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_the_jacobian_of_an_affine_map(dim: int) -> None:
+    matrix = torch.eye(dim, dtype=torch.float64) + 0.2 * torch.randn(dim, dim, dtype=torch.float64)
+    affine = Affine.from_parts(matrix[None], torch.zeros(1, dim, dtype=torch.float64))
+    image = texture(*(6, 7, 8)[:dim])
+    determinants = jacobian_determinant(affine, image)
+    assert determinants.shape == (1, *(n - 2 for n in image.shape[2:]))
+    assert torch.allclose(determinants, torch.linalg.det(matrix))
+    assert folding(affine, image) == 0
+    assert sd_log_jacobian(affine, image) < 1e-12
+
+
+def test_a_fold_made_by_hand() -> None:
+    """x ↦ x − 0.5 in one slab of a 1-D image: the map runs backwards where the slab begins."""
+    image = texture(22)
+    displacement = torch.zeros(1, 1, 22, dtype=torch.float64)
+    displacement[..., 10:] = -0.5
+    # Central differences over the step see it at voxels 9 and 10, of the 20 inner ones.
+    assert folding(DisplacementField(displacement), image) == pytest.approx(10)
+    assert sd_log_jacobian(DisplacementField(displacement), image) > 1
+
+
+def test_inverse_consistency_of_a_map_and_a_wrong_inverse() -> None:
+    image = texture(11, 21)
+    forward = Affine.translation(torch.tensor([[0.1, 0.2]], dtype=torch.float64))
+    assert inverse_consistency(forward, forward.inverse(), image).max() < 1e-12
+    wrong = inverse_consistency(forward, Identity(), image, spacing=(2, 1))
+    assert torch.allclose(wrong, torch.full_like(voxel_points(image)[..., 0], math.hypot(2 * 1, 1 * 4)))
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the first label map has shape .* but the second has"):
+        dice(torch.zeros(1, 1, 4), torch.zeros(1, 1, 5))
+    with pytest.raises(ValueError, match="expected at least 3 voxels a side"):
+        jacobian_determinant(Identity(), texture(2, 5))
+    with pytest.raises(ValueError, match="expected one item and one channel"):
+        hd95(torch.ones(2, 1, 4), torch.ones(2, 1, 4), 1)
