@@ -9,9 +9,21 @@ import torch
 from conftest import SMALL, randomize
 from torch import Tensor
 
-from carlreg import ClosedFormXi, RegistrationAlgorithm, carl, gradicon, instance_optimize, lncc, warp
+from carlreg import (
+    ClosedFormXi,
+    DisplacementField,
+    Identity,
+    RegistrationAlgorithm,
+    carl,
+    gradicon,
+    instance_optimize,
+    lncc,
+    optimize_fields,
+    warp,
+)
 from carlreg.grids import Grid
 from carlreg.losses import Loss
+from carlreg.metrics import folding, inverse_consistency
 
 
 def blobs(shift: float) -> Tensor:
@@ -121,6 +133,57 @@ def test_masks_and_different_shapes(model: RegistrationAlgorithm) -> None:
     )
     assert result.transform.on_grid_of(fixed).shape == (1, 29, 31, 2)
     assert isinstance(result.inverse[:1].on_grid_of(moving), Tensor)
+
+
+# ---- of the fields --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_fields_improve_on_the_answer_they_start_from(levels: int) -> None:
+    moving, fixed = blobs(0), blobs(0.05)
+    result = optimize_fields(Identity(), Identity(), moving, fixed, steps=24, levels=levels, learning_rate=0.2)
+
+    def similarity(transform: object) -> float:
+        return float(lncc(warp(moving, transform, like=fixed), fixed))
+
+    assert similarity(result.transform) < 0.5 * similarity(Identity())
+    assert folding(result.transform, fixed) == 0
+    assert inverse_consistency(result.transform, result.inverse, moving).mean() < 0.5
+    totals = [loss["total"] for loss in result.losses]
+    assert len(totals) == 13 if levels > 1 else 25
+    assert result.best == totals.index(min(totals))
+
+
+def test_fields_stay_where_nothing_can_be_gained() -> None:
+    image = blobs(0)
+    start = DisplacementField(torch.zeros(1, 2, 32, 32))
+    result = optimize_fields(start, start, image, image, steps=0, levels=1)
+    assert torch.equal(result.transform.on_grid_of(image), start.on_grid_of(image))
+    assert result.best == 0
+
+
+def test_fields_with_masks_shapes_seeds_and_batches() -> None:
+    moving, fixed = (torch.cat([blobs(s), blobs(s + 0.02)]) for s in (0.0, 0.04))
+    fixed = fixed[..., 3:, 1:]
+    options = {"steps": 4, "levels": 2, "moving_mask": torch.ones_like(moving), "fixed_mask": (fixed > 0.1).float()}
+    seen: list[int] = []
+    runs = [
+        optimize_fields(Identity(), Identity(), moving, fixed, callback=lambda s, _: seen.append(s), **options)
+        for _ in range(2)
+    ]
+    assert runs[0].transform.on_grid_of(fixed).shape == (2, 29, 31, 2)
+    assert runs[0].losses == runs[1].losses
+    assert seen[: len(seen) // 2] == [0, 1, 2, 2, 3, 4]
+    alone = optimize_fields(Identity(), Identity(), moving[:1], fixed[:1], steps=0, levels=1)
+    assert alone.transform.on_grid_of(fixed[:1]).shape == (1, 29, 31, 2)
+
+
+def test_bad_fields_are_named() -> None:
+    with pytest.raises(ValueError, match="steps is 3 and levels 0; expected 0 or more, and 1 or more"):
+        optimize_fields(Identity(), Identity(), blobs(0), blobs(0), steps=3, levels=0)
+    bad = DisplacementField(torch.full((1, 2, 32, 32), torch.nan))
+    with pytest.raises(FloatingPointError, match="the answer given for this pair is not finite"):
+        optimize_fields(bad, Identity(), blobs(0), blobs(0))
 
 
 def test_bad_input_is_named(model: RegistrationAlgorithm) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from carlreg.attention import attention_moments, coordinate_attention
     from carlreg.losses import Loss, diffusion, lncc, lncc2, mind, registration_loss, ssd
     from carlreg.models import add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
-    from carlreg.optimize import Optimized, instance_optimize
+    from carlreg.optimize import Optimized, instance_optimize, optimize_fields
     from carlreg.precision import mixed_precision
     from carlreg.registration import (
         Augmented,
@@ -32,7 +32,7 @@ _HOME = {
     "attention": ["attention_moments", "coordinate_attention"],
     "losses": ["Loss", "diffusion", "lncc", "lncc2", "mind", "registration_loss", "ssd"],
     "models": ["add_refinement", "carl", "carl_rot", "gradicon", "load", "pretrained", "save", "xi"],
-    "optimize": ["Optimized", "instance_optimize"],
+    "optimize": ["Optimized", "instance_optimize", "optimize_fields"],
     "precision": ["mixed_precision"],
     "training": ["Stage", "train"],
     "registration": [
@@ -88,6 +88,7 @@ __all__ = [
     "load",
     "mind",
     "mixed_precision",
+    "optimize_fields",
     "pretrained",
     "registration_loss",
     "save",

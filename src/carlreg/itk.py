@@ -1,0 +1,608 @@
+"""Transforms between world spaces, to and from the files of ITK, SimpleITK, ANTs, 3D Slicer and Learn2Reg.
+
+Convention: T maps points of the fixed image's world to points of the moving image's world, in millimetres, LPS. Images
+pull, points push: the warped image at a fixed point x is the moving image at T(x); a landmark x of the fixed image lies
+at T(x) in the moving image, and landmarks of the moving image need the inverse.
+
+SimpleITK is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from carlreg.grids import Grid, Interpolation, interpolate
+from carlreg.images import (
+    Image,
+    ImageError,
+    Matrix,
+    PathLike,
+    _affine,
+    _check_nifti,
+    _header,
+    _largest_shift,
+    _sitk,
+    map_points,
+)
+from carlreg.transforms import Transform
+
+Field = npt.NDArray[np.float32]
+PointMap = Callable[[Matrix], Matrix]
+"""World points (..., D) to world points (..., D): a WorldTransform, an ItkTransform, any function."""
+
+SLAB = 2**20
+"""Voxels that are worked on at a time."""
+FLATTEST = 0.1
+"""An affine part shrinks no direction by more than this: beyond, its inverse would blow the displacements up."""
+
+
+class TransformError(ValueError):
+    """A file that is not a transform we can use, or a transform that a file cannot hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class WorldTransform:
+    """T(x) = A(x + u(x)), from fixed to moving world points (LPS, mm).
+
+    u is interpolated linearly between the points of its lattice. As in ITK it goes on unchanged for half a voxel beyond
+    the outermost points and is zero from there on, where T is A alone.
+
+    >>> T = read("transform.h5")
+    >>> T(landmarks)  # (..., D) → (..., D)
+    """
+
+    affine: Matrix  # (D + 1, D + 1), A
+    displacement: Field  # (*shape, D), u in mm, LPS
+    lattice: Matrix  # (D + 1, D + 1), from indices of the displacement to world points
+
+    def __post_init__(self) -> None:
+        dim = self.displacement.ndim - 1
+        square = (dim + 1, dim + 1)
+        if self.displacement.shape[-1] != dim or self.affine.shape != square or self.lattice.shape != square:
+            raise TransformError(
+                f"an affine part of shape {self.affine.shape}, displacements {self.displacement.shape} and a lattice "
+                f"{self.lattice.shape} do not fit; expected (D + 1, D + 1), (*shape, D) and (D + 1, D + 1)"
+            )
+
+    @property
+    def dim(self) -> int:
+        return self.displacement.ndim - 1
+
+    def __call__(self, points: npt.ArrayLike) -> Matrix:
+        points = np.asarray(points, dtype=np.float64)
+        if points.shape[-1:] != (self.dim,):
+            raise TransformError(f"points have shape {points.shape}; expected (..., {self.dim}) for this transform")
+        return map_points(self.affine, points + np.where(self.covers(points)[..., None], self.continued(points), 0))
+
+    def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
+        """Which world points (..., D) lie on the displacement's lattice, its outer half voxel included."""
+        index = map_points(_inverse(self.lattice), points)
+        inside = (index >= -0.5) & (index < np.array(self.displacement.shape[:-1]) - 0.5)
+        return np.asarray(inside.all(axis=-1))
+
+    def continued(self, points: Matrix) -> Matrix:
+        """u at world points (..., D), continued by its border values for ever."""
+        unit = map_points(_inverse(self.lattice), points) * Grid.of(self.displacement.shape[:-1]).spacing
+        values = interpolate(self._tensor, torch.from_numpy(unit).reshape(1, -1, self.dim))
+        return np.asarray(values[0].numpy().T.reshape(points.shape))
+
+    @functools.cached_property
+    def _tensor(self) -> Tensor:  # (1, D, *shape)
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(self.displacement, -1, 0), dtype=np.float64))[None]
+
+    def to_sitk(self) -> Any:
+        """A SimpleITK CompositeTransform of the affine and the displacement part."""
+        sitk = _sitk()
+        affine = sitk.AffineTransform(self.dim)
+        affine.SetMatrix(self.affine[:-1, :-1].ravel().tolist())
+        affine.SetTranslation(self.affine[:-1, -1].tolist())
+        field = _vector_image(self.displacement.astype(np.float64), self.lattice)
+        # The last one acts first.
+        return sitk.CompositeTransform([affine, sitk.DisplacementFieldTransform(field)])
+
+
+@dataclass(frozen=True, eq=False)
+class ItkTransform:
+    """Any other SimpleITK transform, a B-spline say, on world points. `sample` makes a WorldTransform of it."""
+
+    transform: Any  # SimpleITK.Transform
+
+    def __call__(self, points: npt.ArrayLike) -> Matrix:
+        points = np.asarray(points, dtype=np.float64)
+        moved = [self.transform.TransformPoint(point) for point in points.reshape(-1, points.shape[-1]).tolist()]
+        return np.array(moved).reshape(points.shape)
+
+    def to_sitk(self) -> Any:
+        return self.transform
+
+
+def _inverse(matrix: Matrix) -> Matrix:
+    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)
+
+
+# ---- from networks and functions ------------------------------------------------------------------------------------
+
+
+def to_world(
+    phi: Transform, fixed: Image, moving: Image, affine: Matrix | None = None, *, grid: Image | None = None
+) -> WorldTransform:
+    """T = U_M ∘ φ ∘ U_F⁻¹ for φ from `fixed`'s to `moving`'s unit coordinates (a batch of one), the images whose unit
+    coordinates those are. U takes unit coordinates to the world.
+
+    u lies on the voxels of `grid`, an image in the fixed image's world (`fixed` itself if none is given): the scan as
+    it is stored, where `fixed` is the scan as the network saw it. `affine` (D + 1, D + 1) is the part A; see `sample`.
+
+    >>> T = to_world(model(moving_tensor, fixed_tensor), to_closest_ras(fixed), to_closest_ras(moving), grid=fixed)
+    """
+    precise = phi.map_tensors(lambda tensor: tensor.detach().cpu().double())
+    world_to_unit, unit_to_world = fixed.world_to_unit(), moving.unit_to_world()
+
+    def world(points: Matrix) -> Matrix:
+        unit = torch.from_numpy(map_points(world_to_unit, points)).reshape(1, -1, fixed.dim)
+        moved = precise(unit)
+        if len(moved) != 1:
+            raise ValueError(f"phi holds a batch of {len(moved)} maps; expected one: use phi[0:1]")
+        return map_points(unit_to_world, moved.numpy().reshape(points.shape))
+
+    return sample(world, grid or fixed, affine)
+
+
+def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> WorldTransform:
+    """A map of world points as a WorldTransform, its displacements on the voxels of `grid`.
+
+    A is the least-squares fit to the map on the grid unless it is given, so that it is a registration of its own. Where
+    that fit is nearly flat, A is the mean shift alone.
+    """
+    centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)[None]
+    common = function(centre) - centre  # apart, since float32 would round distant origins
+    shift = np.empty((*grid.shape, grid.dim), np.float32)
+    for rows, points in _slabs(grid):
+        shift[rows] = function(points) - points - common
+    matrix = _fit(grid, shift, common) if affine is None else np.array(affine, dtype=np.float64)
+    inverse = _inverse(matrix)
+    for rows, points in _slabs(grid):
+        shift[rows] = map_points(inverse, points + common + shift[rows]) - points
+    return WorldTransform(matrix, shift, grid.index_to_world())
+
+
+def _slabs(grid: Image) -> Iterator[tuple[slice, Matrix]]:
+    """The world positions (n, ..., D) of the image's voxels, some rows of the first axis at a time."""
+    step = max(1, SLAB * grid.shape[0] // grid.data.size)
+    others = [np.arange(n, dtype=np.float64) for n in grid.shape[1:]]
+    for start in range(0, grid.shape[0], step):
+        rows = slice(start, min(start + step, grid.shape[0]))
+        index = np.meshgrid(np.arange(rows.start, rows.stop, dtype=np.float64), *others, indexing="ij")
+        yield rows, map_points(grid.affine, np.stack(index, axis=-1))
+
+
+def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
+    """The affine map x + B(x − c) + b closest to x + shift(x) + common on the grid."""
+    dim = grid.dim
+    centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)
+    left, right = np.zeros((dim + 1, dim + 1)), np.zeros((dim + 1, dim))
+    for rows, points in _slabs(grid):
+        flat = np.concatenate([points - centre, np.ones_like(points[..., :1])], axis=-1).reshape(-1, dim + 1)
+        left += flat.T @ flat
+        right += flat.T @ shift[rows].reshape(-1, dim)
+    # Of the shift, not of the map: along an axis of one voxel the smallest solution leaves everything in place.
+    solution = np.linalg.lstsq(left, right, rcond=1e-12)[0]
+    linear = solution[:-1].T
+    if np.linalg.norm(np.eye(dim) + linear, -2) < FLATTEST:  # the smallest singular value
+        linear = np.zeros((dim, dim))
+    matrix = np.eye(dim + 1)
+    matrix[:-1, :-1] += linear
+    matrix[:-1, -1] = solution[-1] + common[0] - linear @ centre
+    return matrix
+
+
+# ---- use ------------------------------------------------------------------------------------------------------------
+
+
+def invert(
+    transform: WorldTransform, grid: Image, *, steps: int = 100, tolerance: float = 1e-3
+) -> tuple[WorldTransform, Field]:
+    """T⁻¹, its displacements on the voxels of `grid`, an image in the moving image's world; and |T(T⁻¹(y)) − y| in mm
+    at each of those voxels y.
+
+    Where T⁻¹(y) lies beyond the lattice of u, there is no displacement to undo: T⁻¹ undoes u's border values, so that
+    it stays smooth, and the residual is NaN. Each point stops at `tolerance` mm or after `steps`; where T folds there
+    may be no solution, and the residual says so.
+
+    >>> inverse, residual = invert(T, moving)
+    >>> np.nanmax(residual)
+    """
+    undo = _inverse(transform.affine)
+    shift, residual = np.empty((*grid.shape, grid.dim), np.float32), np.empty(grid.shape, np.float32)
+    for rows, points in _slabs(grid):
+        # A(x + u(x)) = y is x + u(x) = A⁻¹ y.
+        solution = _solve(transform, map_points(undo, points).reshape(-1, grid.dim), steps, tolerance)
+        solution = solution.reshape(points.shape)
+        shift[rows] = map_points(transform.affine, solution) - points
+        missed = np.linalg.norm(transform(solution) - points, axis=-1)
+        residual[rows] = np.where(transform.covers(solution), missed, np.nan)
+    return WorldTransform(undo, shift, grid.index_to_world()), residual
+
+
+def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
+    """x with x + u(x) = target, (N, D), by Newton's method; a step that does not help is halved."""
+
+    def missed(points: Matrix, of: Any = slice(None)) -> Matrix:
+        return points + transform.continued(points) - target[of]
+
+    dim, nudge = transform.dim, 1e-3 * float(np.linalg.norm(transform.lattice[:-1, :-1], axis=0).min())
+    best = target - transform.continued(target)
+    residual, step = missed(best), np.ones(len(best))
+    for _ in range(steps):
+        error = np.linalg.norm(residual, axis=-1)
+        (active,) = np.nonzero((error > tolerance) & (step > 1e-3))
+        if not len(active):
+            break
+        here, there = best[active], residual[active]
+        slopes = [(missed(here + nudge * axis, active) - there) / nudge for axis in np.eye(dim)]
+        jacobian = np.stack(slopes, axis=-1)
+        jacobian[np.abs(np.linalg.det(jacobian)) < 1e-2] = np.eye(dim)
+        trial = here - step[active, None] * np.linalg.solve(jacobian, there[..., None])[..., 0]
+        remaining = missed(trial, active)
+        better = np.linalg.norm(remaining, axis=-1) < error[active]
+        best[active[better]], residual[active[better]] = trial[better], remaining[better]
+        step[active] = np.where(better, np.minimum(2 * step[active], 1), step[active] / 2)
+    return best
+
+
+def apply(
+    transform: PointMap,
+    image: Image,
+    like: Image,
+    interpolation: Interpolation = "linear",
+    outside: float = 0,
+) -> Image:
+    """The moving image on the voxels of `like`, an image in the fixed image's world: image ∘ T, in its own type.
+
+    Integers are rounded to the nearest. Voxels whose T(x) lies more than half a voxel beyond the outermost voxel
+    centres become `outside`. Use "nearest" for labels.
+
+    >>> warped = apply(T, moving, like=fixed)
+    """
+    if interpolation not in ("linear", "nearest"):
+        raise ValueError(f"unknown interpolation {interpolation!r}; expected 'linear' or 'nearest'")
+    result = np.empty(like.shape, image.data.dtype)
+    whole = result.dtype.kind in "iu"
+    if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
+        raise ValueError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
+    world_to_index, sides = _inverse(image.affine), np.array(image.shape)
+    tensor = torch.from_numpy(image.data.astype(np.float64))[None, None] if interpolation == "linear" else None
+    for rows, points in _slabs(like):
+        index = map_points(world_to_index, transform(points))
+        inside = ((index >= -0.5) & (index < sides - 0.5)).all(axis=-1)
+        if tensor is None:
+            nearest = np.clip(np.floor(index + 0.5), 0, sides - 1).astype(np.intp)
+            values = image.data[tuple(np.moveaxis(nearest, -1, 0))]
+        else:
+            unit = torch.from_numpy(index * Grid.of(image.shape).spacing).reshape(1, -1, image.dim)
+            values = interpolate(tensor, unit).numpy().reshape(inside.shape)
+            values = np.rint(values) if whole else values
+        result[rows] = values
+        result[rows][~inside] = outside
+    return Image(result, like.index_to_world(), image.name)
+
+
+def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
+    """The displacement (*shape, D) in voxels, as Learn2Reg's evaluation wants it in `disp_0001_0002.nii.gz`: the moving
+    array is sampled at index + displacement, for every index of the fixed one. Both images must have the same grid.
+    """
+    if fixed.shape != moving.shape or _largest_shift(moving.affine, fixed) > 0.01 * min(fixed.spacing):
+        raise TransformError(
+            f"{fixed.name} and {moving.name} have different grids ({fixed.shape}, {moving.shape}, or other headers); "
+            "expected one grid, where a displacement in voxels has a meaning: resample one to the other's"
+        )
+    field = np.empty((*fixed.shape, fixed.dim), np.float32)
+    undo = _inverse(moving.affine)[:-1, :-1]
+    for rows, points in _slabs(fixed):
+        field[rows] = (transform(points) - points) @ undo.T
+    return field
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+HDF5 = (".h5", ".hdf5")
+TEXT = (".tfm", ".txt")
+ALONE = (".mat", ".xfm")
+"""Formats of single affine maps, which we read only."""
+
+
+def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite: bool = False) -> None:
+    """Write a composite of ITK's AffineTransform and DisplacementFieldTransform, which ITK applies in T's order: the
+    displacement, then the affine map. The file appears whole or not at all.
+
+    `.h5` holds the displacements as float32, half of what SimpleITK itself would write. `.tfm` is text: for small ones.
+
+    >>> write(T, "transform.h5")
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in HDF5 + TEXT:
+        raise TransformError(f"{path} has the extension {ending!r}; expected .h5 or .tfm for a transform")
+    if ending in HDF5 and isinstance(transform, WorldTransform):
+        tree = _hdf5_tree(transform)
+        _write_whole(path, overwrite, lambda temporary: _write_hdf5(temporary, tree))
+    else:
+        itk = transform.to_sitk()
+        _write_whole(path, overwrite, lambda temporary: _sitk().WriteTransform(itk, str(temporary)))
+
+
+def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: bool = False) -> None:
+    """Write T(x) − x on the voxels of `grid`, an image in the fixed image's world, as ANTs does: millimetres, LPS,
+    float32; in NIfTI, five axes and the intent code of vectors. The file appears whole or not at all.
+
+    >>> write_warp(T, fixed, "warp.nii.gz")
+    """
+    field = np.empty((*grid.shape, grid.dim), np.float32)
+    for rows, points in _slabs(grid):
+        field[rows] = transform(points) - points
+    source = _vector_image(field, grid.affine)
+
+    def save(temporary: Path) -> None:
+        _sitk().WriteImage(source, str(temporary))
+        back = _header(temporary)
+        if back.GetSize() != source.GetSize() or back.GetNumberOfComponents() != grid.dim:
+            raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz, say")
+        apart = _largest_shift(_geometry(back), grid)
+        if apart > 0.01 * min(grid.spacing):
+            raise TransformError(
+                f"{path} was not written: its format would move voxels by {apart:.3g} mm; expected .mha"
+            )
+
+    _write_whole(path, overwrite, save)
+
+
+def _write_whole(path: PathLike, overwrite: bool, save: Callable[[Path], object]) -> None:
+    """Save under a temporary name in the same folder, then rename."""
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise TransformError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
+    ending = ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=ending)
+    except OSError as error:
+        raise TransformError(
+            f"{path} cannot be written: {error.strerror}; expected a folder one may write to"
+        ) from error
+    os.close(handle)
+    try:
+        save(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except (RuntimeError, OSError) as error:
+        raise TransformError(f"{path} cannot be written: {_reason(error)}; expected .h5, .tfm or .nii.gz") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _vector_image(vectors: npt.NDArray[Any], lattice: Matrix) -> Any:
+    image = _sitk().GetImageFromArray(np.ascontiguousarray(_itk_order(vectors)), isVector=True)
+    spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
+    image.SetSpacing(spacing.tolist())
+    image.SetDirection((lattice[:-1, :-1] / spacing).ravel().tolist())
+    image.SetOrigin(lattice[:-1, -1].tolist())
+    return image
+
+
+def _itk_order(vectors: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(x, y, z, D) to (z, y, x, D) and back: ITK's arrays have the last axis first."""
+    dim = vectors.ndim - 1
+    return vectors.transpose(*reversed(range(dim)), dim)
+
+
+def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
+    """The groups and datasets of ITK's transform files."""
+    dim, field, lattice = transform.dim, transform.displacement, transform.lattice
+    spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
+    direction = lattice[:-1, :-1] / spacing
+    parts: list[dict[str, Any]] = [
+        {"TransformType": f"CompositeTransform_double_{dim}_{dim}"},
+        {
+            "TransformType": f"AffineTransform_double_{dim}_{dim}",
+            "TransformFixedParameters": np.zeros(dim),
+            "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
+        },
+        {
+            "TransformType": f"DisplacementFieldTransform_float_{dim}_{dim}",
+            "TransformFixedParameters": np.concatenate(
+                [field.shape[:-1], lattice[:-1, -1], spacing, direction.ravel()], dtype=np.float64
+            ),
+            "TransformParameters": np.ascontiguousarray(_itk_order(field), np.float32).ravel(),
+        },
+    ]
+    numbered = {str(number): part for number, part in enumerate(parts)}
+    return {"ITKVersion": "5.4.0", "HDFVersion": "1.8.0", "TransformGroup": numbered}
+
+
+def _write_hdf5(path: Path, tree: dict[str, Any]) -> None:
+    """HDF5 of nested groups, strings and vectors of floats, by its published format: SimpleITK writes float64 only.
+
+    Superblock version 0, object headers version 1, links inside the headers, contiguous data.
+    """
+    nowhere = b"\xff" * 8
+    numbers = {
+        4: "11201f00 04000000 0000 2000 17 08 00 17 7f000000",
+        8: "11203f00 08000000 0000 4000 34 0b 00 34 ff030000",
+    }
+    string = bytes.fromhex("19010000 10000000 10000000 01000000 0000 0800")  # of any length, in a heap
+
+    def padded(data: bytes) -> bytes:
+        return data + bytes(-len(data) % 8)
+
+    with open(path, "wb") as file:
+
+        def put(data: Any) -> int:
+            at = file.tell()
+            file.write(data)
+            file.write(bytes(-file.tell() % 8))
+            return at
+
+        def header(*messages: tuple[int, bytes]) -> int:
+            body = b"".join(struct.pack("<HHB3x", kind, len(padded(m)), 0) + padded(m) for kind, m in messages)
+            return put(struct.pack("<BxHII4x", 1, len(messages), 1, len(body)) + body)
+
+        def dataset(kind: bytes, sides: tuple[int, ...], data: Any, size: int) -> int:
+            space = struct.pack(f"<BBB5x{len(sides)}Q", 1, len(sides), 0, *sides)
+            layout = struct.pack("<BBQQ", 3, 1, put(data), size)
+            return header((1, space), (3, kind), (5, bytes([2, 2, 2, 0])), (8, layout))
+
+        def node(value: Any) -> int:
+            if isinstance(value, str):
+                text = value.encode()
+                item = struct.pack("<HHIQ", 1, 1, 0, len(text)) + padded(text)
+                free = 4096 - 16 - len(item)
+                heap = put(
+                    struct.pack("<4sB3xQ", b"GCOL", 1, 4096)
+                    + item
+                    + struct.pack("<HHIQ", 0, 0, 0, free).ljust(free, b"\0")
+                )
+                return dataset(string, (1,), struct.pack("<IQI", len(text), heap, 1), 16)
+            if isinstance(value, np.ndarray):
+                little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+                return dataset(bytes.fromhex(numbers[value.itemsize]), value.shape, little.data, value.nbytes)
+            children = {name.encode(): node(child) for name, child in value.items()}
+            links = [(6, struct.pack("<BBB", 1, 0, len(n)) + n + struct.pack("<Q", at)) for n, at in children.items()]
+            return header((2, bytes(2) + nowhere + nowhere), (10, bytes(2)), *links)
+
+        file.write(bytes(96))
+        root = node(tree)
+        end = file.tell()
+        file.seek(0)
+        file.write(b"\x89HDF\r\n\x1a\n" + struct.pack("<8BHHI", 0, 0, 0, 0, 0, 8, 8, 0, 4, 16, 0))
+        file.write(struct.pack("<Q8sQ8sQQ24x", 0, nowhere, end, nowhere, 0, root))
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
+    """Read a transform file of ITK's (.h5, .tfm, .txt, .mat, .xfm) or an image of displacements in mm, LPS (ANTs'
+    Warp.nii.gz), or several in ANTs' order, in which the first acts on a point first.
+
+    Linear maps of any kind and at most one displacement field become a WorldTransform, exactly. Everything else is left
+    to SimpleITK, as an ItkTransform.
+
+    >>> T = read(["1Warp.nii.gz", "0GenericAffine.mat"])
+    """
+    paths = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
+    if not paths:
+        raise TransformError("no transform file was given; expected at least one")
+    parts = [part for one in paths for part in _read_parts(one)]  # in the order in which they act on a point
+    if len({part.GetDimension() for part in parts}) != 1:
+        raise TransformError(f"{paths[0]} and the files after it hold 2-D and 3-D transforms; expected one dimension")
+    dim = parts[0].GetDimension()
+    fields = [part for part in parts if _is_field(part)]
+    if len(fields) > 1 or not all(part.IsLinear() or _is_field(part) for part in parts):
+        return ItkTransform(_sitk().CompositeTransform(parts[::-1]) if len(parts) > 1 else parts[0])
+    before, after, seen = np.eye(dim + 1), np.eye(dim + 1), False
+    for part in parts:
+        if _is_field(part):
+            seen = True
+        elif seen:
+            after = _matrix(part) @ after
+        else:
+            before = _matrix(part) @ before
+    vectors, lattice = np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1)
+    if fields:
+        image = _sitk().DisplacementFieldTransform(fields[0]).GetDisplacementField()
+        vectors, lattice = _itk_order(_sitk().GetArrayFromImage(image)), _geometry(image)
+    if not np.isfinite(vectors).all() or not np.isfinite(before).all() or not np.isfinite(after).all():
+        raise TransformError(f"{paths[0]} holds numbers that are not finite; expected a transform: write it again")
+    if not seen or np.array_equal(before, np.eye(dim + 1)):
+        return WorldTransform(after @ before, np.ascontiguousarray(vectors, np.float32), lattice)
+    # A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))
+    undo = _inverse(before)
+    turned = np.ascontiguousarray(vectors @ undo[:-1, :-1].T, np.float32)
+    return WorldTransform(after @ before, turned, undo @ lattice)
+
+
+def _read_parts(path: Path) -> list[Any]:
+    """The file's transforms as SimpleITK has them, the one that acts first on a point first."""
+    if not path.is_file():
+        raise TransformError(f"{path} does not exist or is a folder; expected a transform file: check the path")
+    sitk = _sitk()
+    try:
+        if path.suffix.lower() in TEXT:
+            _check_text(path)
+        if path.suffix.lower() in HDF5 + TEXT + ALONE:
+            return _flatten(sitk.ReadTransform(str(path)))
+        if path.name.lower().endswith((".nii", ".nii.gz")):
+            _check_nifti(path)
+        header = _header(path)
+        dim, components = header.GetDimension(), header.GetNumberOfComponents()
+        if dim not in (2, 3) or components != dim:
+            raise TransformError(
+                f"{path} is an image with {dim} axes and {components} numbers per voxel; expected a transform, or "
+                "displacements with as many numbers as axes"
+            )
+        return [sitk.DisplacementFieldTransform(sitk.ReadImage(str(path), sitk.sitkVectorFloat64))]
+    except TransformError:
+        raise
+    except ImageError as error:
+        raise TransformError(str(error)) from error
+    except (RuntimeError, ValueError) as error:
+        raise TransformError(
+            f"{path} cannot be read: {_reason(error)}; expected a whole transform file: copy or write it again"
+        ) from error
+
+
+def _check_text(path: Path) -> None:
+    """ITK reads what is there of a cut-off text file without a word: count the numbers for ourselves."""
+    for block in path.read_text(errors="replace").split("\nTransform:")[1:]:
+        kind, *lines = block.strip().splitlines()
+        words = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+        numbers, fixed = words.get("Parameters:"), words.get("FixedParameters:")
+        whole = "CompositeTransform" in kind or (numbers is not None and fixed is not None)
+        if whole and "DisplacementField" in kind:
+            dim = int(kind.rsplit("_")[-1])
+            sides = [int(float(side)) for side in (fixed or [])[:dim]]
+            whole = len(fixed or []) == dim * (dim + 3) and len(numbers or []) == dim * math.prod(sides)
+        if not whole:
+            raise TransformError(f"{path} is truncated in its {kind.strip()}; expected a whole file: copy it again")
+
+
+def _flatten(transform: Any) -> list[Any]:
+    if transform.GetName() != "CompositeTransform":
+        return [transform]
+    composite = _sitk().CompositeTransform(transform)
+    count = composite.GetNumberOfTransforms()
+    return [part for n in reversed(range(count)) for part in _flatten(composite.GetNthTransform(n))]
+
+
+def _is_field(transform: Any) -> bool:
+    return bool(transform.GetName() == "DisplacementFieldTransform")
+
+
+def _matrix(linear: Any) -> Matrix:
+    """Any linear SimpleITK transform as (D + 1, D + 1)."""
+    dim = linear.GetDimension()
+    matrix = np.eye(dim + 1)
+    matrix[:-1, -1] = linear.TransformPoint([0.0] * dim)
+    matrix[:-1, :-1] = np.transpose([linear.TransformPoint(axis) for axis in np.eye(dim).tolist()]) - matrix[:-1, -1:]
+    return matrix
+
+
+def _geometry(image: Any) -> Matrix:
+    return _affine(image.GetDimension(), image.GetDirection(), image.GetSpacing(), image.GetOrigin())
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error without SimpleITK's addresses."""
+    last = str(error).strip().splitlines()[-1]
+    return re.sub(r"(sitk::|ITK )ERROR: |\w+\(0x[0-9a-f]+\): ", "", last).strip(" .")
