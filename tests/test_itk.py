@@ -382,7 +382,9 @@ def test_warp_of_a_plane(tmp_path: Path) -> None:
 def test_files_by_others(tmp_path: Path) -> None:
     fixed, moving = pair()
     transform, points = to_world(deformation(), fixed, moving), inside(fixed)
-    euler = sitk.Euler3DTransform((10.0, 20.0, 30.0), 0.1, 0.2, -0.3, (5.0, 6.0, 7.0))
+    centre = map_points(fixed.unit_to_world(), np.full(3, 0.5)).tolist()
+    euler = sitk.Euler3DTransform(centre, 0.1, 0.2, -0.1, (0.5, -0.6, 0.7))  # stays on the lattice, mostly
+    assert transform.covers(by_sitk(euler, points)).mean() > 0.7
     affine, field = (sitk.CompositeTransform(transform.to_sitk()).GetNthTransform(n) for n in (0, 1))
     spline = sitk.BSplineTransform(3, 3)
     spline.SetTransformDomainOrigin((-300.0, -300.0, 600.0))
@@ -394,7 +396,8 @@ def test_files_by_others(tmp_path: Path) -> None:
         "affine.mat": affine,
         "field.h5": field,
         "nested.h5": sitk.CompositeTransform([affine, sitk.CompositeTransform([field, euler])]),
-        "between.tfm": sitk.CompositeTransform([euler, field, affine]),
+        "between.tfm": sitk.CompositeTransform([affine, field, euler]),
+        "after.tfm": sitk.CompositeTransform([euler, affine, field]),
         "spline.tfm": sitk.CompositeTransform([euler, spline]),
         "two fields.h5": sitk.CompositeTransform([field, euler, field]),
     }
