@@ -397,6 +397,7 @@ def test_files_by_others(tmp_path: Path) -> None:
         "field.h5": field,
         "nested.h5": sitk.CompositeTransform([affine, sitk.CompositeTransform([field, euler])]),
         "between.tfm": sitk.CompositeTransform([affine, field, euler]),
+        "before.tfm": sitk.CompositeTransform([field, euler, sitk.Euler3DTransform(centre, 0.0, 0.0, 0.2)]),
         "after.tfm": sitk.CompositeTransform([euler, affine, field]),
         "spline.tfm": sitk.CompositeTransform([euler, spline]),
         "two fields.h5": sitk.CompositeTransform([field, euler, field]),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train import ABDOMEN_FIVE, Data
+from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import pretrained
