@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from carlreg.models import add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
     from carlreg.optimize import Optimized, instance_optimize, optimize_fields
     from carlreg.precision import mixed_precision
+    from carlreg.product import Registration, register
     from carlreg.registration import (
         Augmented,
         ClosedFormXi,
@@ -34,6 +35,7 @@ _HOME = {
     "models": ["add_refinement", "carl", "carl_rot", "gradicon", "load", "pretrained", "save", "xi"],
     "optimize": ["Optimized", "instance_optimize", "optimize_fields"],
     "precision": ["mixed_precision"],
+    "product": ["Registration", "register"],
     "training": ["Stage", "train"],
     "registration": [
         "Augmented",
@@ -69,6 +71,7 @@ __all__ = [
     "Loss",
     "Optimized",
     "PredictDisplacement",
+    "Registration",
     "RegistrationAlgorithm",
     "Stage",
     "Transform",
@@ -90,6 +93,7 @@ __all__ = [
     "mixed_precision",
     "optimize_fields",
     "pretrained",
+    "register",
     "registration_loss",
     "save",
     "ssd",
