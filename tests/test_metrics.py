@@ -34,10 +34,10 @@ def test_dice_by_hand() -> None:
     scores = dice(first, second)
     assert scores[1] == pytest.approx(2 * 1 / (2 + 2))
     assert scores[2] == 1
-    assert math.isnan(scores[3])
-    assert math.isnan(scores[4])
-    assert mean_score(scores) == pytest.approx(0.75)
+    assert scores[3] == scores[4] == 0  # a structure that was lost counts
+    assert mean_score(scores) == pytest.approx(1.5 / 4)
     assert list(dice(first, second, labels=[2])) == [2]
+    assert math.isnan(dice(first, second, labels=[9])[9])
     assert math.isnan(mean_score({}))
 
 

@@ -150,7 +150,7 @@ def test_fields_improve_on_the_answer_they_start_from(levels: int) -> None:
     assert folding(result.transform, fixed) == 0
     assert inverse_consistency(result.transform, result.inverse, moving).mean() < 1  # voxel
     totals = [loss["total"] for loss in result.losses]
-    assert len(totals) == 13 if levels > 1 else 25
+    assert len(totals) == (13 if levels > 1 else 25)
     assert result.best == totals.index(min(totals))
 
 

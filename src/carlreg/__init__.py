@@ -57,6 +57,7 @@ _HOME = {
         "warp",
     ],
 }
+_MODULES = {*_HOME, "grids", "images", "itk", "metrics", "networks"}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -104,6 +105,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"carlreg.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'carlreg' has no attribute {name!r}")
     return getattr(importlib.import_module(f"carlreg.{_MODULE_OF[name]}"), name)

@@ -69,12 +69,17 @@ class Grid:
 
 def voxel_points(image: Tensor) -> Tensor:
     """Unit coordinates of an image's own voxels: (B, C, *shape) → (1, *shape, D)."""
-    return Grid.of(image.shape[2:]).points(image.dtype, image.device)[None]
+    return Grid.of(image.shape[2:]).points(coordinate_type(image), image.device)[None]
 
 
 def voxel_size(shape: Sequence[int], like: Tensor) -> Tensor:
     """The side of one voxel in unit coordinates, one value per axis: (D,)."""
-    return constant(Grid.of(shape).spacing, like.dtype, like.device)
+    return constant(Grid.of(shape).spacing, coordinate_type(like), like.device)
+
+
+def coordinate_type(image: Tensor) -> torch.dtype:
+    """The type of an image's coordinates: its own, but float32 at least, whatever its intensities are in."""
+    return torch.promote_types(image.dtype, torch.float32) if image.is_floating_point() else torch.float32
 
 
 def interpolate(
@@ -95,13 +100,16 @@ def interpolate(
         raise ValueError(f"unknown mode {mode!r}; expected 'linear' or 'nearest'")
     if outside not in ("border", "zeros"):
         raise ValueError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
-    leading = points.shape[1:-1]
+    if not image.is_floating_point() and mode == "linear":
+        raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
+    leading, dtype = points.shape[1:-1], image.dtype
+    image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])
     points = points.reshape(len(points), -1, dim).expand(batch, -1, dim).to(image.dtype)
     # PyTorch's kernel adds up gradients in no particular order on a GPU.
     by_index = image.is_cuda and torch.are_deterministic_algorithms_enabled()
     sample = _sample_by_index if by_index else _sample_by_kernel
-    return sample(image, points, mode, outside).reshape(batch, image.shape[1], *leading)
+    return sample(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
 
 
 def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
@@ -124,7 +132,7 @@ def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outsid
 def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
     """The same as a sum over the corners of each point's voxel cell, in an order that never changes."""
     shape = image.shape[2:]
-    size = torch.tensor(shape, device=image.device)
+    size = constant(tuple(shape), torch.long, image.device)
     position = points * (size - 1).clamp(min=1)
     if outside == "border":
         position = position.clamp(torch.zeros_like(size), size - 1)
@@ -135,7 +143,7 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
     values = image.movedim(1, -1)
     total = torch.zeros_like(points[..., :1]) * values.new_zeros(image.shape[1])
     for corner in itertools.product((0, 1), repeat=len(shape)) if mode == "linear" else [(0,) * len(shape)]:
-        offset = torch.tensor(corner, device=image.device)
+        offset = constant(corner, torch.long, image.device)
         index = low + offset
         weight = torch.where(offset == 1, fraction, 1 - fraction).prod(dim=-1, keepdim=True) if mode == "linear" else 1
         inside = ((index >= 0) & (index < size)).all(dim=-1, keepdim=True)
@@ -167,7 +175,7 @@ def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: floa
     return values.movedim(-1, 1) if channels_last else values
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache  # never dropped: captured CUDA graphs read them
 def _matrix(
     operation: Callable[..., Tensor], arguments: tuple[float, ...], side: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -176,9 +184,9 @@ def _matrix(
         return operation(torch.eye(side, dtype=precise, device=device)[None], *arguments)[0].to(dtype)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor of fixed numbers, kept, since each copy to a GPU costs time there."""
+    """A small tensor of fixed numbers, kept, since each copy to a GPU costs time there. Not to be changed in place."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.tensor(values, dtype=dtype, device=device)
 

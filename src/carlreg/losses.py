@@ -59,11 +59,24 @@ SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": min
 def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
     """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
     _check_images(first, second)
+    # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
+    # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
+    inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)
+    missing = 1 - inside
+    centre1, centre2 = (
+        image.detach().flatten(2).mean(dim=2).reshape(*image.shape[:2], *(1,) * (image.dim() - 2))
+        for image in (first, second)
+    )
+    first, second = first - centre1, second - centre2
     moments = torch.cat([first, second, first * first, second * second, first * second], dim=1)
     mean1, mean2, square1, square2, product = gaussian_blur(moments, sigma).chunk(5, dim=1)
-    variance1 = (square1 - mean1**2).clamp(min=0) + epsilon
-    variance2 = (square2 - mean2**2).clamp(min=0) + epsilon
-    return (product - mean1 * mean2) / (variance1 * variance2).sqrt()
+
+    def covariance(product: Tensor, mean1: Tensor, mean2: Tensor, centre1: Tensor, centre2: Tensor) -> Tensor:
+        return product - mean1 * mean2 + missing * (centre1 * mean2 + centre2 * mean1 + centre1 * centre2 * inside)
+
+    variance1 = covariance(square1, mean1, mean1, centre1, centre1).clamp(min=0) + epsilon
+    variance2 = covariance(square2, mean2, mean2, centre2, centre2).clamp(min=0) + epsilon
+    return covariance(product, mean1, mean2, centre1, centre2) / (variance1 * variance2).sqrt()
 
 
 def gaussian_blur(image: Tensor, sigma: float) -> Tensor:
@@ -104,7 +117,7 @@ def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
     variance = distance.mean(dim=1, keepdim=True)
     # Flat and wild regions are held within a thousandfold of the image's own average.
     average_variance = variance.detach().reshape(batch, -1).mean(dim=1).repeat_interleave(channels)
-    average_variance = average_variance.reshape(-1, *(1,) * (dim + 1)).clamp(min=torch.finfo(image.dtype).tiny)
+    average_variance = average_variance.reshape(-1, *(1,) * (dim + 1)).clamp(min=torch.finfo(image.dtype).eps)
     variance = torch.maximum(torch.minimum(variance, 1000 * average_variance), 0.001 * average_variance)
     return torch.exp(-distance / variance).reshape(batch, -1, *shape)
 
@@ -252,7 +265,7 @@ def registration_loss(
     similar = measure(interpolate(moving, ab, outside=outside), fixed, mask=fixed_mask) + measure(
         interpolate(fixed, ba, outside=outside), moving, mask=moving_mask
     )
-    dense_ab, dense_ba = _as_field(ab, phi_ab, fixed), _as_field(ba, phi_ba, moving)
+    dense_ab, dense_ba = as_field(ab, phi_ab, fixed), as_field(ba, phi_ba, moving)
     if regularity == "diffusion":
         regular = diffusion(dense_ab.displacement)
     elif regularity != "gradicon":
@@ -264,7 +277,7 @@ def registration_loss(
     return Loss(similar + weight * regular, similar, regular)
 
 
-def _as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:
+def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:
     """A transform known at the image's voxels, (B, *shape, D), as one field; continued beyond them as its parts are,
     linear ones like mirrored fields."""
     parts = transform.transforms if isinstance(transform, Composition) else (transform,)

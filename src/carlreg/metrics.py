@@ -20,7 +20,8 @@ from carlreg.transforms import Transform
 
 
 def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> dict[int, float]:
-    """2 |A ∩ B| / (|A| + |B|) for each label, by default all but 0 that occur in either; NaN where one has none of it.
+    """2 |A ∩ B| / (|A| + |B|) for each label, by default all but 0 that occur in either: 0 where one map has none of
+    it, NaN where neither has.
 
     >>> scores = dice(warped_labels, fixed_labels)
     """
@@ -30,8 +31,8 @@ def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> 
     scores = {}
     for label in labels:
         a, b = first == label, second == label
-        both = bool(a.any()) and bool(b.any())
-        scores[label] = float(2 * (a & b).sum() / (a.sum() + b.sum())) if both else math.nan
+        size = int(a.sum() + b.sum())
+        scores[label] = 2 * int((a & b).sum()) / size if size else math.nan
     return scores
 
 

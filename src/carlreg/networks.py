@@ -14,6 +14,12 @@ from carlreg.grids import enlarge, pool
 from carlreg.precision import channels_last, network_input
 
 
+def check_dimension(dim: int) -> int:
+    if dim not in (1, 2, 3):
+        raise ValueError(f"dim is {dim!r}; expected 1, 2 or 3")
+    return dim
+
+
 def conv(dim: int) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]:
     return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dim - 1]
 
@@ -112,7 +118,7 @@ class Encoder(Network):
         dilations: Sequence[int] = (1, 2, 4),
     ) -> None:
         super().__init__()
-        self.dim, self.channels, self.width = dim, channels, width
+        self.dim, self.channels, self.width = check_dimension(dim), channels, width
         self.dilations = tuple(dilations)
         self.stem = conv(dim)(channels, width, 3, padding="same")
         self.blocks = nn.ModuleList(ResidualBlock(dim, width, self.dilations) for _ in range(blocks))
@@ -190,7 +196,7 @@ class UNet(Network):
         super().__init__()
         if len(down) != len(up):
             raise ValueError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
-        self.dim, self.channels, self.down, self.up = dim, channels, tuple(down), tuple(up)
+        self.dim, self.channels, self.down, self.up = check_dimension(dim), channels, tuple(down), tuple(up)
         inputs = (2 * channels, *down)
         self.down_convs = nn.ModuleList(
             conv(dim)(wide, narrow, 3, stride=2, padding=1) for wide, narrow in itertools.pairwise(inputs)

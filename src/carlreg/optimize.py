@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carlreg._checks import check_pair
-from carlreg.grids import Grid, interpolate, voxel_points, voxel_size
-from carlreg.losses import Loss, Similarity, gaussian_blur, registration_loss
+from carlreg._checks import check_finite, check_pair
+from carlreg.grids import Grid, Interpolation, interpolate, voxel_size
+from carlreg.losses import Loss, Similarity, as_field, gaussian_blur, registration_loss
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.transforms import DisplacementField, Transform
@@ -141,16 +141,27 @@ def optimize_fields(
     if steps < 0 or levels < 1:
         raise ValueError(f"steps is {steps} and levels {levels}; expected 0 or more, and 1 or more")
     check_pair(moving, fixed)
+    check_finite(moving, "moving")
+    check_finite(fixed, "fixed")
     with torch.inference_mode(False), torch.enable_grad():
         moving, fixed = (image.clone() if image.is_inference() else image for image in (moving, fixed))
         generator = torch.Generator(device=moving.device).manual_seed(seed)
-        fields = [_displacement(transform, fixed), _displacement(inverse, moving)]
+        given = [
+            as_field(t.detach().on_grid_of(image), t, image) for t, image in ((transform, fixed), (inverse, moving))
+        ]
+        fields = [
+            field.displacement.expand(len(image), *field.displacement.shape[1:]).clone()
+            for field, image in zip(given, (fixed, moving), strict=True)
+        ]
         losses: list[dict[str, float]] = []
         best: tuple[int, DisplacementField, DisplacementField] | None = None
         done, stopped = 0, None
         for level in reversed(range(levels)):
             images = [_shrink(image, 2**level) for image in (moving, fixed)]
-            masks = [None if mask is None else _shrink(mask, 2**level) for mask in (moving_mask, fixed_mask)]
+            masks = [
+                None if mask is None else _resample((mask != 0).to(image.dtype), image.shape[2:], "nearest")
+                for mask, image in zip((moving_mask, fixed_mask), images, strict=True)
+            ]
             start = [_resample(field, image.shape[2:]) for field, image in zip(fields, images[::-1], strict=True)]
             changes = [torch.zeros_like(field, requires_grad=True) for field in start]
             optimizer = torch.optim.Adam(changes, lr=learning_rate)
@@ -161,7 +172,7 @@ def optimize_fields(
                     field + _voxel(field) * gaussian_blur(change, smoothing)
                     for field, change in zip(start, changes, strict=True)
                 ]
-                phi, back = (DisplacementField(field) for field in current)
+                phi, back = (DisplacementField(f, like.extrapolate) for f, like in zip(current, given, strict=True))
                 loss = registration_loss(
                     phi,
                     back,
@@ -197,22 +208,16 @@ def optimize_fields(
         return Optimized(best[1], best[2], losses, best[0], stopped)
 
 
-def _displacement(transform: Transform, image: Tensor) -> Tensor:
-    """A transform as a dense field on the image's voxels, (B, D, *shape)."""
-    field = (transform.detach().on_grid_of(image) - voxel_points(image)).movedim(-1, 1)
-    return field.expand(len(image), *field.shape[1:]).clone()
-
-
 def _shrink(image: Tensor, factor: int) -> Tensor:
     """The image on a grid over the same unit cube with `factor` times fewer voxels a side, but no fewer than 8."""
     shape = [min(n, max(n // factor, 8)) for n in image.shape[2:]]
     return image if factor == 1 else _resample(gaussian_blur(image, factor / 2), shape)
 
 
-def _resample(image: Tensor, shape: Sequence[int]) -> Tensor:
+def _resample(image: Tensor, shape: Sequence[int], mode: Interpolation = "linear") -> Tensor:
     if tuple(image.shape[2:]) == tuple(shape):
         return image
-    return interpolate(image, Grid.of(shape).points(image.dtype, image.device)[None])
+    return interpolate(image, Grid.of(shape).points(image.dtype, image.device)[None], mode=mode)
 
 
 def _voxel(field: Tensor) -> Tensor:

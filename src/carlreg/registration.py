@@ -233,3 +233,11 @@ def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None
             f"the images are {image.dim() - 2}-D with {image.shape[1]} channels; this network was built for "
             f"{network.dim}-D with {network.channels}"
         )
+    weight = next(network.parameters())
+    if (image.dtype, image.device) != (weight.dtype, weight.device) and not torch.is_autocast_enabled(
+        image.device.type
+    ):
+        raise TypeError(
+            f"the images are {image.dtype} on {image.device} but the network's weights are {weight.dtype} on "
+            f"{weight.device}; expected the same: move either with .to(...)"
+        )

@@ -97,8 +97,9 @@ class Affine(Transform):
     def __call__(self, points: Tensor) -> Tensor:
         dim = self.matrix.shape[1]
         _check_points(points, dim, len(self.matrix), "affine map")
-        flat = points.reshape(points.shape[0], -1, dim)
-        moved = flat @ self.linear.mT + self.shift[:, None]
+        dtype = torch.promote_types(points.dtype, self.matrix.dtype)
+        flat = points.reshape(points.shape[0], -1, dim).to(dtype)
+        moved = flat @ self.linear.to(dtype).mT + self.shift[:, None].to(dtype)
         return moved.reshape(moved.shape[0], *points.shape[1:])
 
     @full_precision
@@ -236,7 +237,8 @@ def fit_affine(points: Tensor, targets: Tensor, weights: Tensor | None = None) -
     source_mean, target_mean = (weight * source).sum(1, keepdim=True), (weight * target).sum(1, keepdim=True)
     centred = weight * (source - source_mean)
     covariance = centred.mT @ (source - source_mean)
-    linear = torch.linalg.solve(covariance, centred.mT @ (target - target_mean)).mT
+    # The pseudo-inverse leaves alone what the points say nothing about, such as an axis of one voxel.
+    linear = (torch.linalg.pinv(covariance, hermitian=True) @ centred.mT @ (target - target_mean)).mT
     return Affine.from_parts(linear, (target_mean - source_mean @ linear.mT)[:, 0])
 
 
@@ -250,9 +252,9 @@ def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: f
     with torch.no_grad():
         target = voxel_points(like)
         affine = fit_affine(target, transform(target))
-        undo = Affine.from_parts(torch.linalg.inv(affine.linear), torch.zeros_like(affine.shift))
+        undo = Affine.from_parts(torch.linalg.pinv(affine.linear), torch.zeros_like(affine.shift))
         size = voxel_size(like.shape[2:], like)
-        best = affine.inverse()(target)
+        best = undo(target - affine.shift.reshape(len(affine.shift), *(1,) * (target.dim() - 2), -1))
         residual = transform(best) - target
         error = (residual / size).norm(dim=-1, keepdim=True)
         step = torch.ones_like(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 
@@ -95,6 +96,9 @@ def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None, half: b
 def _why_no_kernel(device: int) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 2):
+        return f"Triton {version} is too old for it"
     if torch.version.hip is not None:
         return "it was written for NVIDIA GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -136,7 +140,7 @@ def _positions(coords: Tensor | Grid, keys: Tensor) -> Tensor:
             f"coords have shape {tuple(coords.shape)} for keys of shape {tuple(keys.shape)}; "
             f"expected one position per key, ({keys.shape[1]}, D)"
         )
-    return points
+    return points.to(keys.dtype)
 
 
 def _as_grid(coords: Tensor | Grid, keys: Tensor) -> Grid:
