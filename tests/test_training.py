@@ -10,7 +10,7 @@ import torch
 from conftest import SMALL
 from torch import Tensor
 
-from carlreg import RegistrationAlgorithm, carl, gradicon, load, registration_loss
+from carlreg import Augmented, RegistrationAlgorithm, carl, gradicon, load, registration_loss
 from carlreg.grids import Grid
 from carlreg.training import PAPER, Progress, Stage, TrainingError, train
 
@@ -69,6 +69,8 @@ def test_a_broken_off_run_goes_the_same_way(tmp_path: Path) -> None:
     model = train(network(), draw, STAGES, out=tmp_path / "broken", log_every=1, save_every=1)
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
+    lines = [json.loads(line) for line in (tmp_path / "broken" / "log.jsonl").open()]
+    assert len(lines) == len({(e["stage"], e["step"]) for e in lines})  # what was done again is there once
     losses = [
         {(e["stage"], e["step"]): e["losses"] for e in map(json.loads, (tmp_path / run / "log.jsonl").open())}
         for run in ("whole", "broken")
@@ -82,6 +84,51 @@ def test_a_time_limit_leaves_a_checkpoint(tmp_path: Path) -> None:
     model = train(network(), draw, STAGES, out=tmp_path)
     expected = train(network(), draw, STAGES, out=tmp_path / "other")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_time_limit_where_a_refinement_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from carlreg import training
+
+    stages = [Stage(2), Stage(3, refine=True)]
+    expected = train(network(), draw, stages, out=tmp_path / "whole")
+    ticks = iter([0.0, 0.1, 0.2, *[9.0] * 99])
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(ticks))
+    train(network(), draw, stages, out=tmp_path / "cut", seconds=1, log_every=99)
+    monkeypatch.undo()
+    model = train(network(), draw, stages, out=tmp_path / "cut")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_batch_that_overflows_leaves_no_trace(tmp_path: Path) -> None:
+    """Finite images so large that BatchNorm's statistics overflow: weights and statistics stay as they were."""
+
+    def huge(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return 1e38 * blobs(generator), 1e38 * blobs(generator)
+
+    seen: list[Progress] = []
+    model = train(network(), huge, [Stage(3)], out=tmp_path, log_every=1, callback=seen.append)
+    assert seen[-1].skipped == 3
+    fresh = network().state_dict()
+    for name, value in model.state_dict().items():
+        assert "num_batches" in name or torch.equal(value, fresh[name]), name
+
+
+def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from carlreg import training
+
+    seen: list[dict[str, object]] = []
+
+    def spy(*arguments: object, **options: object) -> object:
+        seen.append(options)
+        return registration_loss(*arguments, **options)
+
+    monkeypatch.setattr(training, "registration_loss", spy)
+    train(network(), draw, [Stage(1, "diffusion", weight=0.3, similarity="ssd")], out=tmp_path)
+    assert {k: seen[0][k] for k in ("regularity", "weight", "similarity")} == {
+        "regularity": "diffusion",
+        "weight": 0.3,
+        "similarity": "ssd",
+    }
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +187,25 @@ def test_the_best_model_is_kept(tmp_path: Path) -> None:
     assert all(torch.equal(best[name], tensor) for name, tensor in kept[1].items())
 
 
+def test_a_validation_without_a_score_is_not_the_best(tmp_path: Path) -> None:
+    scores = iter([float("nan"), 0.5, float("nan")])
+    train(network(), draw, [Stage(3)], out=tmp_path, validate=lambda _: next(scores), validate_every=1)
+    assert [json.loads(line).get("validation") for line in (tmp_path / "log.jsonl").open()][1] == 0.5
+    assert (tmp_path / "best.safetensors").exists()
+
+
+def test_training_goes_on_in_training_mode_after_a_validation(tmp_path: Path) -> None:
+    modes: list[bool] = []
+    model = network()
+
+    def watched(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        modes.append(model.training)
+        return draw(generator)
+
+    train(model, watched, [Stage(3)], out=tmp_path, validate=lambda _: 0.0, validate_every=1)
+    assert modes == [True, True, True]
+
+
 def test_the_learning_rate(tmp_path: Path) -> None:
     stage = Stage(100, learning_rate=1.0, final_learning_rate=0.1, warm_up=4)
     assert stage.rate(0) == pytest.approx(0.2, abs=1e-3)
@@ -153,7 +219,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are no stages"):
         train(network(), draw, [], out=tmp_path)
     train(network(), draw, [Stage(1)], out=tmp_path)
-    with pytest.raises(ValueError, match="holds a run with other stages"):
+    with pytest.raises(ValueError, match="holds a run with another seed"):
+        train(network(), draw, [Stage(1)], out=tmp_path, seed=5)
+    with pytest.raises(ValueError, match="holds a run with another model"):
+        train(gradicon(2, 2, **SMALL), draw, [Stage(1)], out=tmp_path)
+    with pytest.raises(TypeError, match="cannot describe a Augmented"):
+        train(Augmented(network(), lambda image: None), draw, [Stage(1)], out=tmp_path / "new")
+    with pytest.raises(ValueError, match="holds a run with another stages"):
         train(network(), draw, [Stage(2)], out=tmp_path)
 
 

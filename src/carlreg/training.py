@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from carlreg.losses import Loss, Regularity, registration_loss
-from carlreg.models import add_refinement, load, save, write_atomically
+from carlreg.models import add_refinement, describe, save, write_atomically
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 
@@ -103,40 +103,41 @@ def train(
     The folder `out` gets `last.safetensors` and `state.pt`, from which the same call goes on if it was broken off;
     `best.safetensors`, the best by `validate`; and `log.jsonl`. On a GPU a step is captured once and replayed as a
     CUDA graph, unless `graphs` says otherwise: images must then keep their shape. `seconds` ends the run after so
-    long, with a checkpoint. A step whose gradients are not finite changes nothing; more than `most_skipped` of them
-    in a row end the run.
+    long, with a checkpoint. A step whose gradients are not finite changes neither weights nor BatchNorm's statistics;
+    more than `most_skipped` of them in a row end the run.
 
     >>> train(carl(refinements=2), draw, [Stage(1500, "diffusion"), Stage(50_000)], out="run")
     """
     if not stages:
         raise ValueError("there are no stages; expected at least one")
+    describe(model)  # what cannot be kept in a file should not be trained for hours first
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
-    model, state = _resume(model, stages, folder, device)
+    run = {"stages": [asdict(stage) for stage in stages], "seed": seed, "model": describe(model)}
+    model, state = _resume(model, run, folder, device)
     start = time.monotonic()
     for number in range(state["stage"], len(stages)):
         stage = stages[number]
-        if stage.refine and state["step"] == 0:
-            with torch.random.fork_rng():
-                torch.manual_seed(_mix(seed, number, 0))
-                model = add_refinement(model)
+        if stage.refine and number not in state["refined"]:
+            model = _refine(model, seed, number)
+            state["refined"].append(number)
         model.train()
         runner = _Step(model, stage, precision, device, graphs, state.pop("optimizer", None))
+        before = state["skipped"]
         for step in range(state["step"], stage.steps):
             if seconds is not None and time.monotonic() - start > seconds:
-                _save(model, runner, {**state, "stage": number, "step": step}, stages, folder)
+                state["skipped"] = before + int(runner.skipped)
+                _save(model, runner, {**state, "stage": number, "step": step}, run, folder)
                 return model.eval()
             choice = torch.Generator().manual_seed(_mix(seed, number, step))
             moving, fixed = (image.to(device, non_blocking=True) for image in draw(choice))
             loss = runner(moving, fixed, stage.rate(step), _mix(seed, number, step) + 1)
             last = step + 1 == stage.steps
             if last or (step + 1) % log_every == 0:
-                values = loss.floats()
-                state["skipped"] = int(runner.skipped) + state["skipped_before"]
-                progress = Progress(number, step + 1, values, state["skipped"], time.monotonic() - start)
-                with (folder / "log.jsonl").open("a") as log:
-                    log.write(json.dumps(asdict(progress)) + "\n")
+                state["skipped"] = before + int(runner.skipped)
+                progress = Progress(number, step + 1, loss.floats(), state["skipped"], time.monotonic() - start)
+                _log(folder, asdict(progress))
                 if callback is not None:
                     callback(progress)
                 if int(runner.skipped_in_a_row) > most_skipped:
@@ -147,10 +148,17 @@ def train(
             if validate is not None and (last or (step + 1) % validate_every == 0):
                 _validate(model, validate, state, folder, number, step + 1)
             if last or (step + 1) % save_every == 0:
+                state["skipped"] = before + int(runner.skipped)
                 at = {"stage": number + 1, "step": 0} if last else {"stage": number, "step": step + 1}
-                _save(model, None if last else runner, {**state, **at}, stages, folder)
-        state.update(step=0, skipped_before=state["skipped"])
+                _save(model, None if last else runner, {**state, **at}, run, folder)
+        state["step"] = 0
     return model.eval()
+
+
+def _refine(model: RegistrationAlgorithm, seed: int, stage: int) -> RegistrationAlgorithm:
+    with torch.random.fork_rng():
+        torch.manual_seed(_mix(seed, stage, 0))
+        return add_refinement(model)
 
 
 class _Step:
@@ -211,6 +219,8 @@ class _Step:
 
     def _run(self, moving: Tensor, fixed: Tensor) -> Loss:
         self.optimizer.zero_grad(set_to_none=True)
+        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        before = [buffer.clone() for buffer in statistics]
         with mixed_precision(moving.device, self.precision):
             phi, inverse = self.model.both(moving, fixed)
         loss = registration_loss(
@@ -226,8 +236,13 @@ class _Step:
         loss.total.backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients)]).all()
+        finite &= torch.stack([buffer.isfinite().all() for buffer in statistics]).all() if statistics else finite
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
         self.optimizer.step()
+        for buffer, old in zip(
+            statistics, before, strict=True
+        ):  # BatchNorm's: a bad batch leaves no trace there either
+            buffer.copy_(torch.where(finite, buffer, old))
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
         return Loss(loss.total.detach(), loss.similarity.detach(), loss.regularity.detach())
@@ -245,38 +260,60 @@ def _validate(
         score = float(validate(model.eval()))
     model.train()
     logger.info("stage %d, step %d: validation %.4f", stage, step, score)
-    with (folder / "log.jsonl").open("a") as log:
-        log.write(json.dumps({"stage": stage, "step": step, "validation": score}) + "\n")
+    _log(folder, {"stage": stage, "step": step, "validation": score})
+    if math.isnan(score):
+        logger.warning("validation gave no score at step %d of stage %d", step, stage)
+        return
     if state["best"] is None or score > state["best"]:
         state["best"] = score
         save(model, folder / "best.safetensors")
 
 
+def _log(folder: Path, entry: dict[str, Any]) -> None:
+    with (folder / "log.jsonl").open("a") as log:
+        log.write(json.dumps(entry) + "\n")
+
+
 def _save(
-    model: RegistrationAlgorithm,
-    runner: _Step | None,
-    state: dict[str, Any],
-    stages: Sequence[Stage],
-    folder: Path,
+    model: RegistrationAlgorithm, runner: _Step | None, state: dict[str, Any], run: dict[str, Any], folder: Path
 ) -> None:
-    save(model, folder / "last.safetensors")
-    kept = {key: value for key, value in state.items() if key != "optimizer"}
+    """One file holds all that a run goes on from; `last.safetensors` beside it is for everybody else."""
     buffer = io.BytesIO()
-    optimizer = None if runner is None else runner.optimizer.state_dict()
-    torch.save({**kept, "optimizer": optimizer, "stages": [asdict(s) for s in stages]}, buffer)
+    kept = {**state, "run": run, "weights": model.state_dict()}
+    torch.save({**kept, "optimizer": None if runner is None else runner.optimizer.state_dict()}, buffer)
     write_atomically(folder / "state.pt", buffer.getvalue())
+    save(model, folder / "last.safetensors")
 
 
 def _resume(
-    model: RegistrationAlgorithm, stages: Sequence[Stage], folder: Path, device: torch.device
+    model: RegistrationAlgorithm, run: dict[str, Any], folder: Path, device: torch.device
 ) -> tuple[RegistrationAlgorithm, dict[str, Any]]:
+    """The given model with the weights of a run that was broken off, if there is one, and where it stood."""
     path = folder / "state.pt"
     if not path.exists():
-        return model, {"stage": 0, "step": 0, "skipped": 0, "skipped_before": 0, "best": None}
+        return model, {"stage": 0, "step": 0, "skipped": 0, "best": None, "refined": []}
     state = torch.load(path, map_location=device, weights_only=True)
-    if state.pop("stages") != [asdict(stage) for stage in stages]:
-        raise ValueError(f"{folder} holds a run with other stages; expected the same, or another folder")
+    for what, value in state.pop("run").items():
+        if value != run[what]:
+            raise ValueError(f"{folder} holds a run with another {what}; expected the same {what}, or another folder")
+    for stage in state["refined"]:
+        model = _refine(model, run["seed"], stage)
+    model.load_state_dict(state.pop("weights"))
     if state["optimizer"] is None:
         del state["optimizer"]
+    _forget_after(folder, state["stage"], state["step"])
     logger.info("going on at step %d of stage %d", state["step"], state["stage"])
-    return load(folder / "last.safetensors", device=device), state
+    return model, state
+
+
+def _forget_after(folder: Path, stage: int, step: int) -> None:
+    """Drop from the log what will be done again."""
+    path = folder / "log.jsonl"
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines(keepends=True) if _place(line) <= (stage, step)]
+        write_atomically(path, "".join(kept).encode())
+
+
+def _place(line: str) -> tuple[int, int]:
+    entry = json.loads(line)
+    return entry["stage"], entry["step"]
