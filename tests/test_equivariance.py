@@ -156,9 +156,12 @@ def small_carl(dim: int) -> RegistrationAlgorithm:
     return carl(dim, width=16, length=LENGTH, **SMALL).double()
 
 
-def w_error(model: RegistrationAlgorithm, dim: int, axis: int, shift: int, move: float = 4.0) -> Tensor:
-    """How far Φ[M ∘ W, F] is from W⁻¹ ∘ Φ[M, F], in voxels, at every voxel of F."""
+def w_error(model: RegistrationAlgorithm, dim: int, axis: int, shift: int, move: float = 4.0, extra: int = 0) -> Tensor:
+    """How far Φ[M ∘ W, F] is from W⁻¹ ∘ Φ[M, F], in voxels, at every voxel of F; `extra` voxels make the moving
+    image longer along the axis, and its side odd."""
     before, after, side = moved_canvas(axis, dim, shift, coarse=4, side=8)
+    blank = (0, 0) * (dim - 1 - axis) + (0, extra)
+    before, after = (torch.nn.functional.pad(image, blank) for image in (before, after))
     inside = slice(MARGIN * 4, MARGIN * 4 + side)
     fixed = before[(..., *(inside if a == axis else slice(None) for a in range(dim)))]
     randomize(model, before, fixed, move=move)
@@ -171,6 +174,12 @@ def w_error(model: RegistrationAlgorithm, dim: int, axis: int, shift: int, move:
 def test_carl_is_equivariant_to_shifts_of_the_moving_image(dim: int, axis: int) -> None:
     """W a multiple of 4 voxels, since CARL pools twice before it attends."""
     assert w_error(small_carl(dim), dim, axis, shift=12).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("extra", [1, 2, 3, 5])
+def test_carl_is_equivariant_on_grids_of_any_side(extra: int) -> None:
+    """Sides that two poolings do not divide, 175 among their kind."""
+    assert w_error(small_carl(1), 1, 0, shift=12, extra=extra).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("dim", [1, 2])

@@ -13,7 +13,8 @@ from carlreg.attention import attention_moments, coordinate_attention
 from carlreg.attention.reference import reference_attention
 from carlreg.grids import Grid
 
-kernel = pytest.importorskip("carlreg.attention.kernel", reason="Triton is not installed")
+pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
+kernel = pytest.importorskip("carlreg.attention.kernel")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -44,6 +44,37 @@ def test_lncc_against_a_direct_sum() -> None:
     assert float(lncc(first[None, None], second[None, None])) == pytest.approx(1 - float(correlation.mean()))
 
 
+def test_lncc_far_from_zero() -> None:
+    """A CT in HU, in float32: as in float64, and equal images give nearly 0."""
+    image = (1000 * texture(24, 24, 24) - 1000).float()
+    other = (1000 * texture(24, 24, 24) - 1000).float()
+    for second in (image, other):
+        assert float(lncc(image, second)) == pytest.approx(float(lncc(image.double(), second.double())), abs=1e-3)
+    inside = torch.zeros_like(image)
+    inside[..., 8:-8, 8:-8, 8:-8] = 1
+    assert float(lncc(image, image, mask=inside)) < 1e-3
+    assert local_correlation(image, other).abs().max() < 1.001
+
+
+def test_the_loss_respects_masks_and_what_is_outside() -> None:
+    moving, fixed = texture(20, 20), texture(20, 20)
+    shift = Affine.translation(torch.tensor([[0.4, 0.0]], dtype=torch.float64))
+    mask = torch.zeros_like(moving)
+    mask[..., :7] = 1
+
+    def similarity(**options: object) -> float:
+        return float(registration_loss(shift, Identity(), moving, fixed, **options).similarity)
+
+    values = [similarity(), similarity(moving_mask=mask), similarity(fixed_mask=mask), similarity(outside="zeros")]
+    assert len({round(value, 8) for value in values}) == 4
+
+
+def test_mind_of_a_blank_image_has_gradients() -> None:
+    blank = torch.zeros(1, 1, 12, 12, requires_grad=True)
+    mind(blank, texture(12, 12, dtype=torch.float32)).backward()
+    assert torch.isfinite(blank.grad).all()
+
+
 def test_blur_preserves_constants_inside_and_is_separable() -> None:
     ones = torch.ones(1, 1, 40, 30, dtype=torch.float64)
     assert (gaussian_blur(ones, 4)[..., 8:-8, 8:-8] - 1).abs().max() < 1e-12

@@ -19,6 +19,7 @@ from carlreg import (
     instance_optimize,
     lncc,
     optimize_fields,
+    registration_loss,
     warp,
 )
 from carlreg.grids import Grid
@@ -77,6 +78,32 @@ def test_a_worsening_run_returns_the_best_not_the_last(model: RegistrationAlgori
     result = instance_optimize(model, blobs(0), blobs(0.05), steps=8, learning_rate=1.0)
     totals = [loss["total"] for loss in result.losses]
     assert result.best == totals.index(min(totals)) < len(totals) - 1
+
+
+def test_the_transforms_returned_are_those_of_the_best_step(model: RegistrationAlgorithm) -> None:
+    """Their similarity, measured again, is that of the best entry; and the inverse is the other direction's map."""
+    moving, fixed = blobs(0), blobs(0.05)
+    result = instance_optimize(model, moving, fixed, steps=8, learning_rate=1.0)
+    best = result.losses[result.best]
+    assert result.best < 8
+    loss = registration_loss(result.transform, result.inverse, moving, fixed)
+    assert float(loss.similarity) == pytest.approx(best["similarity"], abs=1e-5)
+    assert not torch.allclose(result.transform.on_grid_of(fixed), result.inverse.on_grid_of(moving))
+
+
+def test_statistics_are_not_used_and_masks_are(model: RegistrationAlgorithm) -> None:
+    """BatchNorm in evaluation mode: a pair's answer before the first step is the network's own."""
+    moving, fixed = blobs(0), blobs(0.05)
+    model.train()
+    first = instance_optimize(model, moving, fixed, steps=0)
+    with torch.no_grad():
+        expected = model.eval()(moving, fixed).on_grid_of(fixed)
+    assert torch.allclose(first.transform.on_grid_of(fixed), expected, atol=1e-3)
+    for name in ("moving_mask", "fixed_mask"):
+        mask = torch.zeros_like(moving)
+        mask[..., :9] = 1
+        masked = instance_optimize(model, moving, fixed, steps=0, **{name: mask})
+        assert masked.losses[0]["similarity"] != first.losses[0]["similarity"]
 
 
 def test_the_same_seed_gives_the_same_answer(model: RegistrationAlgorithm) -> None:

@@ -7,7 +7,8 @@ import torch
 from conftest import SMALL, randomize, texture
 from torch import Tensor
 
-from carlreg import RegistrationAlgorithm, carl, carl_rot, gradicon, warp, xi
+from carlreg import Identity, RegistrationAlgorithm, carl, carl_rot, gradicon, warp, xi
+from carlreg.networks import Encoder
 from carlreg.transforms import Affine, random_rotation
 
 NETWORKS = {
@@ -71,6 +72,37 @@ def test_both_equals_two_calls(name: str, moving: tuple[int, ...], fixed: tuple[
     phi, inverse = model.both(m, f)
     assert torch.allclose(phi.on_grid_of(f), model(m, f).on_grid_of(f), atol=1e-10)
     assert torch.allclose(inverse.on_grid_of(m), model(f, m).on_grid_of(m), atol=1e-10)
+
+
+def test_each_image_is_encoded_once_for_both_directions() -> None:
+    images = torch.rand(2, 1, 1, 24, 20)
+    model = network("carl", *images)
+    seen: list[int] = []
+    (encoder,) = (module for module in model.modules() if isinstance(module, Encoder))
+    encoder.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    model.both(*images)
+    assert sum(seen) == 2
+
+
+def test_labels_and_half_precision_images_have_full_coordinates() -> None:
+    image = texture(200, 9, dtype=torch.float32)
+    labels = torch.randint(0, 5, (1, 1, 200, 9), dtype=torch.uint8)
+    assert torch.equal(warp(image, Identity(), like=labels), warp(image, Identity(), like=image))
+    assert torch.equal(warp(labels, Identity(), like=image, mode="nearest"), labels)
+    half = image.bfloat16()
+    assert torch.equal(warp(half, Identity(), like=half), half)
+    with pytest.raises(TypeError, match=r"dtype torch.uint8; expected floating point, or mode='nearest' for labels"):
+        warp(labels, Identity(), like=image)
+
+
+def test_weights_and_images_of_different_types() -> None:
+    images = torch.rand(2, 1, 1, 24, 20, dtype=torch.float64)
+    with pytest.raises(
+        TypeError, match=r"the images are torch.float64 on cpu but the network's weights are torch.float32"
+    ):
+        NETWORKS["carl"](2).eval()(*images)
+    with pytest.raises(ValueError, match="dim is 4; expected 1, 2 or 3"):
+        carl(4)
 
 
 def test_several_channels() -> None:
