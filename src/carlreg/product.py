@@ -115,6 +115,10 @@ def register(
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
     """
+    if over not in ("auto", "weights", "fields"):
+        raise ValueError(f"unknown over={over!r}; expected 'auto', 'weights' or 'fields'")
+    if io_iterations is not None and io_iterations < 0:
+        raise ValueError(f"io_iterations is {io_iterations}; expected 0 or more")
     started = time.perf_counter()
     place = _device(device)
     network, name, shape = _model(model, place)
@@ -130,8 +134,6 @@ def register(
     with torch.no_grad(), mixed_precision(place):
         forward, backward = network.both(m.tensor, f.tensor)
     network_seconds = time.perf_counter() - started
-    if over not in ("auto", "weights", "fields"):
-        raise ValueError(f"unknown over={over!r}; expected 'auto', 'weights' or 'fields'")
     chosen = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
     steps = {"weights": 50, "fields": 40}[chosen] if io_iterations is None else io_iterations
     optimized: Optimized | None = None
