@@ -197,6 +197,17 @@ def test_the_kernel_is_chosen_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 1
 
 
+def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The questions asked before it is used, with a GPU of the right kind pretended."""
+    from carlreg import attention
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert attention._why_no_kernel.__wrapped__(0) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
+    assert attention._why_no_kernel.__wrapped__(0) == "an old GPU is too old for it"
+
+
 def test_largest_logit_leaves_room() -> None:
     """exp of the largest logit, summed over 2^30 keys and times the largest coordinate squared, stays finite."""
     assert kernel.LARGEST_LOGIT * kernel.LOG2_E + 30 + 2 * math.log2(256) < 127 + 16

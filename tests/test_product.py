@@ -137,6 +137,13 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
         register(fixed=[1, 2], moving=moving, model=model_file)
     with pytest.raises(ValueError, match="the fixed image is 2-D and the moving one 3-D"):
         register(fixed=fixed.data[:, :, 3], moving=moving, model=model_file)
+    with pytest.raises(ValueError, match="unknown device 'gpu'; expected 'auto', 'cpu', 'cuda'"):
+        register(fixed=fixed, moving=moving, model=model_file, device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="PyTorch sees no CUDA GPU here; expected 'cpu' or 'auto'"):
+            register(fixed=fixed, moving=moving, model=model_file, device="cuda")
+    with pytest.raises(ValueError, match="io_iterations is -1; expected 0 or more"):
+        register(fixed=fixed, moving=moving, model=model_file, io_iterations=-1)
     with pytest.raises(ValueError, match="unknown over='both'"):
         register(fixed=fixed, moving=moving, model=model_file, over="both")
     with pytest.raises(ValueError, match="absent"):

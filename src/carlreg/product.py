@@ -243,9 +243,15 @@ def _model(
 
 
 def _device(device: str | torch.device) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; expected 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but PyTorch sees no CUDA GPU here; expected 'cpu' or 'auto'")
+    return place
 
 
 def _to_cpu(transform: Transform) -> Transform:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib
 import importlib.util
 import logging
 
@@ -35,9 +35,8 @@ def coordinate_attention(
     "reference" does hold the matrix, for tests.
     """
     _check(queries, keys)
-    half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
     if backend == "auto":
-        backend = _choose(queries, coords, bound, half)
+        backend = _choose(queries, coords, bound)
     if backend not in (*BACKENDS, KERNEL):
         raise ValueError(
             f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted([*BACKENDS, KERNEL])}"
@@ -62,8 +61,7 @@ def attention_moments(
     """
     _check(queries, keys)
     with torch.no_grad():
-        half = torch.is_autocast_enabled(queries.device.type) or queries.dtype in (torch.bfloat16, torch.float16)
-        if backend == KERNEL or (backend == "auto" and _choose(queries, coords, bound, half) == KERNEL):
+        if backend == KERNEL or (backend == "auto" and _choose(queries, coords, bound) == KERNEL):
             from carlreg.attention.kernel import kernel_moments
 
             return kernel_moments(queries, keys, _as_grid(coords, keys))
@@ -79,8 +77,9 @@ def attention_moments(
         return mean + middle, second - mean[..., :, None] * mean[..., None, :]
 
 
-def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None, half: bool) -> str:
+def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None) -> str:
     device = queries.device
+    half = torch.is_autocast_enabled(device.type) or queries.dtype in (torch.bfloat16, torch.float16)
     if device.type != "cuda" or queries.dtype == torch.float64:
         return "chunked"
     if not half or bound is None or not isinstance(coords, Grid):
@@ -96,7 +95,7 @@ def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None, half: b
 def _why_no_kernel(device: int) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    version = importlib.metadata.version("triton")
+    version: str = importlib.import_module("triton").__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 2):
         return f"Triton {version} is too old for it"
     if torch.version.hip is not None:
