@@ -240,3 +240,24 @@ def test_figures_in_sentences_are_what_was_measured() -> None:
         ("docs/paper.md", f"{number(optimisation)} ms a step on an H200"),
     ):
         assert sentence in read(page), f"{page} should say: {sentence}"
+
+
+def test_the_model_card_says_what_the_files_say() -> None:
+    card = (ROOT / "docs" / "models.md").read_text()
+    results = ROOT / "experiments" / "base" / "results"
+    scores = json.loads((results / "scores.json").read_text())["val"]["network"]
+    cpu = json.loads((results / "cpu.json").read_text())["sets"]
+    names = {
+        "brain": "brain, 14 subcortical structures",
+        "abdomen": "abdomen, 13 organs",
+        "hippocampus": "hippocampus, 2 parts",
+    }
+    for key, name in names.items():
+        row, both = scores[key], cpu[key]
+        assert f"| {name} | {row['pairs']} | {row['before']:.3f} | {row['dice']:.3f} | {row['folds']:.3f} |" in card, (
+            name
+        )
+        figures = [both["pairs"], *(f"{both[kind]['dice']:.3f}" for kind in ("before", "network", "fields"))]
+        figures += [f"{both[kind]['folds_percent']:.3f}" for kind in ("network", "fields")]
+        figures += [f"{both[kind]['seconds']:.0f}" for kind in ("network", "fields")]
+        assert f"| {name} | {' | '.join(map(str, figures))} |" in card, name
