@@ -215,7 +215,7 @@ def _sitk() -> Any:
     try:
         import SimpleITK
     except ImportError as error:
-        raise ImportError("image files need SimpleITK: pip install 'carlreg[images]'") from error
+        raise ImportError("image files need SimpleITK: pip install SimpleITK") from error
     return SimpleITK
 
 
