@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -271,11 +272,8 @@ def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
     """A convolution of kernel 3 over groups of `size` voxels along the last axis, each seen as one voxel with `size`
     times the channels: the same sums, in shapes that matrix units are made for."""
     weight, outputs, inputs = layer.weight, layer.out_channels, layer.in_channels
-    big = weight.new_zeros(size, outputs, size, inputs, *weight.shape[2:])
-    for voxel in range(size):
-        for tap in range(3):
-            group, place = divmod(voxel + tap - 1, size)
-            big[voxel, :, place, ..., group + 1] = weight[..., tap]
+    place = _tap_places(size, weight.dtype, weight.device)  # (taps, voxel in, voxel out, group)
+    big = torch.tensordot(weight, place, dims=1).movedim((-2, -3), (0, 2))  # (voxel out, O, voxel in, I, ..., group)
     big = big.reshape(size * outputs, size * inputs, *weight.shape[2:])
     missing = -len(big) % 8
     big = F.pad(big, (0, 0) * (big.dim() - 1) + (0, missing))
@@ -287,6 +285,16 @@ def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
     convolve = (F.conv1d, F.conv2d, F.conv3d)[features.dim() - 3]
     result = convolve(groups, channels_last(big), bias, padding=1).movedim(1, -1)[..., : size * outputs]
     return result.reshape(*voxels.shape[:-1], outputs)[..., :side, :].movedim(-1, 1)
+
+
+@functools.cache
+def _tap_places(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 where a tap, seen from one voxel of a group, meets a voxel of the group before, of its own, or after."""
+    place = torch.zeros(3, size, size, 3)
+    for voxel, tap in itertools.product(range(size), range(3)):
+        group, neighbour = divmod(voxel + tap - 1, size)
+        place[tap, neighbour, voxel, group + 1] = 1
+    return place.to(device, dtype)
 
 
 def fit_channels(features: Tensor, channels: int) -> Tensor:

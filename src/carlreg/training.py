@@ -123,7 +123,9 @@ def train(
             model = _refine(model, seed, number)
             state["refined"].append(number)
         model.train()
-        runner = _Step(model, stage, precision, device, graphs, state.pop("optimizer", None))
+        runner = TrainingStep(
+            model, stage, device=device, precision=precision, graphs=graphs, optimizer=state.pop("optimizer", None)
+        )
         before = state["skipped"]
         for step in range(state["step"], stage.steps):
             if seconds is not None and time.monotonic() - start > seconds:
@@ -161,51 +163,56 @@ def _refine(model: RegistrationAlgorithm, seed: int, stage: int) -> Registration
         return add_refinement(model)
 
 
-class _Step:
-    """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted."""
+class TrainingStep:
+    """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted.
+
+    For loops other than `train`: call it with the images, the learning rate and a seed for what is random in the loss.
+    `optimizer` is Adam's state to go on from. `skipped` counts the steps that were left out.
+    """
 
     def __init__(
         self,
         model: RegistrationAlgorithm,
         stage: Stage,
-        precision: Precision,
+        *,
         device: torch.device,
-        graphs: bool | None,
-        optimizer_state: dict[str, Any] | None,
+        precision: Precision = "auto",
+        graphs: bool | None = None,
+        optimizer: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.stage, self.precision = model, stage, precision
         self.on_gpu = device.type == "cuda"
-        self.use_graph = self.on_gpu if graphs is None else graphs and self.on_gpu
         self.rate = torch.zeros((), device=device)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
-        if optimizer_state is not None:
-            self.optimizer.load_state_dict(optimizer_state)
+        if optimizer is not None:
+            self.optimizer.load_state_dict(optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.generator = torch.Generator(device)
         self.skipped, self.skipped_in_a_row = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
+        # cuBLAS keeps a workspace per stream: graphs captured on one stream could not be replayed side by side.
+        self.stream = torch.cuda.Stream() if self.on_gpu and graphs is not False else None
 
     def __call__(self, moving: Tensor, fixed: Tensor, rate: float, seed: int) -> Loss:
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
-        if not self.use_graph:
+        if self.stream is None:
             return self._run(moving, fixed)
         if self.graph is None and self.warm < 3:  # kernels are chosen and compiled before anything is captured
             self.warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 result = self._run(moving, fixed)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return result
         if self.graph is None:
             self.moving, self.fixed = moving.clone(), fixed.clone()
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
             self.optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.stream):
                 self.result = self._run(self.moving, self.fixed)
         if moving.shape != self.moving.shape or fixed.shape != self.fixed.shape:
             raise ValueError(
@@ -220,7 +227,7 @@ class _Step:
     def _run(self, moving: Tensor, fixed: Tensor) -> Loss:
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        before = [buffer.clone() for buffer in statistics]
+        before = torch._foreach_add(statistics, 0) if statistics else []
         with mixed_precision(moving.device, self.precision):
             phi, inverse = self.model.both(moving, fixed)
         loss = registration_loss(
@@ -235,17 +242,20 @@ class _Step:
         )
         loss.total.backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients)]).all()
-        finite &= torch.stack([buffer.isfinite().all() for buffer in statistics]).all() if statistics else finite
+        finite = torch.stack(torch._foreach_norm([*gradients, *statistics])).isfinite().all()
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
         self.optimizer.step()
-        for buffer, old in zip(
-            statistics, before, strict=True
-        ):  # BatchNorm's: a bad batch leaves no trace there either
-            buffer.copy_(torch.where(finite, buffer, old))
+        if statistics:  # BatchNorm's: a bad batch leaves no trace there either
+            kept = torch.where(finite, _joined(statistics), _joined(before))
+            torch._foreach_copy_(statistics, list(kept.split([buffer.numel() for buffer in statistics])))
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
         return Loss(loss.total.detach(), loss.similarity.detach(), loss.regularity.detach())
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in one vector: one operation on it is cheaper than one on each tensor."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _mix(seed: int, stage: int, step: int) -> int:
@@ -275,7 +285,7 @@ def _log(folder: Path, entry: dict[str, Any]) -> None:
 
 
 def _save(
-    model: RegistrationAlgorithm, runner: _Step | None, state: dict[str, Any], run: dict[str, Any], folder: Path
+    model: RegistrationAlgorithm, runner: TrainingStep | None, state: dict[str, Any], run: dict[str, Any], folder: Path
 ) -> None:
     """One file holds all that a run goes on from; `last.safetensors` beside it is for everybody else."""
     buffer = io.BytesIO()
