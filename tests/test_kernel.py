@@ -199,13 +199,13 @@ def test_the_kernel_is_chosen_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The questions asked before it is used, with a GPU of the right kind pretended."""
-    from carlreg import attention
+    from carlreg import kernels
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert attention._why_no_kernel.__wrapped__(0) is None
+    assert kernels.why_none.__wrapped__(0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
-    assert attention._why_no_kernel.__wrapped__(0) == "an old GPU is too old for it"
+    assert kernels.why_none.__wrapped__(0) == "an old GPU is too old for it"
 
 
 def test_largest_logit_leaves_room() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import logging
 
 import torch
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.attention.chunked import chunked_attention
 from carlreg.attention.fused import fused_attention
 from carlreg.attention.reference import reference_attention
@@ -84,25 +83,11 @@ def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None) -> str:
         return "chunked"
     if not half or bound is None or not isinstance(coords, Grid):
         return "fused"
-    reason = _why_no_kernel(device.index or 0)
+    reason = kernels.why_none(device.index or 0)
     if reason is None and bound <= _largest_bound():
         return KERNEL
     _say_once(reason or f"logits up to {bound:g} are too large for it")
     return "fused"
-
-
-@functools.cache
-def _why_no_kernel(device: int) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    version: str = importlib.import_module("triton").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < (3, 2):
-        return f"Triton {version} is too old for it"
-    if torch.version.hip is not None:
-        return "it was written for NVIDIA GPUs"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is too old for it"
-    return None
 
 
 def _largest_bound() -> float:

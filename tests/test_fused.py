@@ -1,0 +1,101 @@
+"""Fused kernels against the plain expressions they stand for, in float64: here in Triton's interpreter, in float32; on
+a GPU as they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from carlreg import kernels
+from carlreg.networks import Encoder
+
+pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
+channels = pytest.importorskip("carlreg.kernels.channels")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(2, 3, 5, 7, 3), (1, 16, 9, 40), (3, 5, 1, 1, 2), (2, 128, 4, 5, 3)]
+
+
+def channels_last(*shape: int) -> Tensor:
+    """Random features (B, C, *shape) with a mean and a scale of their own in each channel."""
+    features = torch.randn(shape[0], *shape[2:], shape[1], device=DEVICE)
+    features = features * torch.logspace(-1, 1, shape[1], device=DEVICE) + 3 * torch.randn(shape[1], device=DEVICE)
+    return features.movedim(-1, 1).requires_grad_()
+
+
+def double(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def assert_same(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...], tolerance: float = 1e-5) -> None:
+    for mine, right in zip(ours, exact, strict=True):
+        assert mine.shape == right.shape
+        assert (mine - right).abs().max() <= tolerance * right.abs().max() + 1e-12
+
+
+@pytest.fixture
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "TILE", 64)
+    monkeypatch.setattr(channels, "PROGRAMS", 5)
+
+
+@pytest.mark.usefixtures("_few_programs")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["bias", "relu", "add"])
+def test_bias(shape: tuple[int, ...], kind: str) -> None:
+    features, other = channels_last(*shape), channels_last(*shape)
+    bias = torch.randn(shape[1], device=DEVICE, requires_grad=True)
+    inputs = (features, bias, other) if kind == "add" else (features, bias)
+    exact = double(*inputs)
+    answer = channels.add_bias(features, bias, other=other if kind == "add" else None, relu=kind == "relu")
+    expected = sum(exact[2:], exact[0] + exact[1].reshape(1, -1, *(1,) * (len(shape) - 2)))
+    expected = expected.relu() if kind == "relu" else expected
+    assert_same((answer,), (expected,))
+    upstream = torch.randn(shape, device=DEVICE)  # not channels last
+    assert_same(torch.autograd.grad(answer, inputs, upstream), torch.autograd.grad(expected, exact, upstream.double()))
+
+
+@pytest.mark.usefixtures("_few_programs")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("far", [0.0, 300.0])
+def test_batch_norm(shape: tuple[int, ...], far: float) -> None:
+    """Result, gradients and running statistics; also where the mean is far larger than the deviation."""
+    features = (channels_last(*shape).detach() + far).requires_grad_()
+    ours = (nn.BatchNorm2d, nn.BatchNorm3d)[len(shape) - 4](shape[1]).to(DEVICE)
+    nn.init.normal_(ours.weight)
+    nn.init.normal_(ours.bias)
+    theirs = copy.deepcopy(ours).double()
+    (precise,) = double(features)
+    answer, expected = channels.batch_norm(features, ours), theirs(precise)
+    tolerance = 1e-5 if far == 0 else 1e-3
+    assert_same((answer,), (expected,), tolerance)
+    assert_same(tuple(ours.buffers()), tuple(theirs.buffers()))
+    upstream = torch.randn(shape, device=DEVICE)
+    assert_same(
+        torch.autograd.grad(answer, (features, ours.weight, ours.bias), upstream),
+        torch.autograd.grad(expected, (precise, theirs.weight, theirs.bias), upstream.double()),
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_encoder_is_the_same_with_kernels(dim: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.rand(2, 1, *(7,) * dim, device=DEVICE)
+    plain = Encoder(dim, width=8).to(DEVICE).train(training)
+    fused = copy.deepcopy(plain)
+    upstream = torch.randn(2, 8, *(7,) * dim, device=DEVICE)
+    expected = plain(image)
+    expected.backward(upstream)
+    calls = []
+    monkeypatch.setattr(kernels, "take", lambda features: calls.append(1) or True)
+    monkeypatch.setattr("carlreg.networks.channels_last", channels._channels_last)
+    answer = fused(image)
+    answer.backward(upstream)
+    assert len(calls) >= 10
+    assert (answer - expected).norm() < 1e-4 * expected.norm()
+    for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm() + 1e-3, name
