@@ -21,7 +21,13 @@ KERNEL = "triton"
 
 
 def coordinate_attention(
-    queries: Tensor, keys: Tensor, coords: Tensor | Grid, *, bound: float | None = None, backend: str = "auto"
+    queries: Tensor,
+    keys: Tensor,
+    coords: Tensor | Grid,
+    *,
+    bound: float | None = None,
+    length: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """softmax(Q Kᵀ) · coords, without ever holding the matrix of all pairs.
 
@@ -29,11 +35,14 @@ def coordinate_attention(
     (B, M, D), says where the keys are. The result (B, N, D) is where each query's match lies: a convex combination of
     the keys' positions, in float32 at least, also under autocast.
 
-    `bound`, if known, is how large a logit can get. With it, on a Grid, half-precision features or autocast lead to
-    the Triton kernels on an NVIDIA GPU. Otherwise a GPU uses PyTorch's fused attention ("fused"), and a CPU "chunked".
-    "reference" does hold the matrix, for tests.
+    `length`, if given, is what queries and keys are scaled to first: f ↦ length · f / (1e-3 + ‖f‖).
+
+    `bound`, if known, is how large a logit can get; it follows from a length. With it, on a Grid, half-precision
+    features or autocast lead to the Triton kernels on an NVIDIA GPU. Otherwise a GPU uses PyTorch's fused attention
+    ("fused"), and a CPU "chunked". "reference" does hold the matrix, for tests.
     """
     _check(queries, keys)
+    bound = bound if length is None else length**2
     if backend == "auto":
         backend = _choose(queries, coords, bound)
     if backend not in (*BACKENDS, KERNEL):
@@ -44,10 +53,12 @@ def coordinate_attention(
         if backend == KERNEL:
             from carlreg.attention.kernel import kernel_attention
 
-            return kernel_attention(queries, keys, _as_grid(coords, keys))
+            return kernel_attention(queries, keys, _as_grid(coords, keys), length)
         # Half-precision coordinates would be wrong: bfloat16 is off by up to 1/256 of the image.
         precise = torch.promote_types(queries.dtype, torch.float32)
         queries, keys = queries.to(precise), keys.to(precise)
+        if length is not None:
+            queries, keys = (f * (length / (1e-3 + f.norm(dim=-1, keepdim=True))) for f in (queries, keys))
         return BACKENDS[backend](queries, keys, _positions(coords, keys))
 
 
