@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from carlreg import kernels
+from carlreg import DisplacementField, kernels
+from carlreg.grids import Grid, interpolate
 from carlreg.networks import Encoder
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
 channels = pytest.importorskip("carlreg.kernels.channels")
+sampling = pytest.importorskip("carlreg.kernels.sampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 3, 5, 7, 3), (1, 16, 9, 40), (3, 5, 1, 1, 2), (2, 128, 4, 5, 3)]
@@ -99,3 +101,54 @@ def test_the_encoder_is_the_same_with_kernels(dim: int, training: bool, monkeypa
     assert (answer - expected).norm() < 1e-4 * expected.norm()
     for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "grid", "batches"),
+    [
+        ((5,), (37,), (2, 2)),
+        ((6, 3), (9, 11), (1, 2)),
+        ((3, 4, 3), (5, 6, 7), (2, 1)),
+        ((9, 8, 7), (3, 2, 6), (2, 2)),
+        ((1, 4, 2), (40,), (1, 1)),
+    ],
+    ids=str,
+)
+def test_displaced_points(
+    shape: tuple[int, ...], grid: tuple[int, ...], batches: tuple[int, int], mirror: bool
+) -> None:
+    """Of a field at points in and around its cube: scattered, or close to a grid finer or coarser than its own."""
+    dim = len(shape)
+    field = (0.2 * torch.randn(batches[0], dim, *shape, device=DEVICE)).requires_grad_()
+    if dim == len(grid):
+        points = Grid.of(grid).pad(1).points(device=DEVICE)[None] + 0.03 * torch.randn(
+            batches[1], *(n + 2 for n in grid), dim, device=DEVICE
+        )
+    else:
+        points = 4 * torch.rand(batches[1], *grid, dim, device=DEVICE) - 1.5
+    points.requires_grad_()
+    field64, points64 = double(field, points)
+    answer = sampling.sample(field, points, mirror=mirror, add=True)
+    expected = DisplacementField(field64, "mirror" if mirror else "clamp")(points64)
+    assert_same((answer,), (expected,))
+    upstream = torch.randn(answer.shape, device=DEVICE)
+    ours = torch.autograd.grad(answer, (field, points), upstream)
+    theirs = torch.autograd.grad(expected, (field64, points64), upstream.double())
+    assert_same(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_sampled_images(channels_last: bool) -> None:
+    image = torch.randn(2, 3, 4, 5, 6, device=DEVICE)
+    if channels_last:
+        image = image.movedim(1, -1).contiguous().movedim(-1, 1)
+    points = 1.5 * torch.rand(2, 7, 3, device=DEVICE) - 0.2
+    image64, points64 = double(image.requires_grad_(), points.requires_grad_())
+    answer, expected = sampling.sample(image, points), interpolate(image64, points64)
+    assert_same((answer,), (expected,))
+    upstream = torch.randn(answer.shape, device=DEVICE)
+    assert_same(
+        torch.autograd.grad(answer, (image, points), upstream),
+        torch.autograd.grad(expected, (image64, points64), upstream.double()),
+    )

@@ -23,6 +23,14 @@ def take(features: Tensor) -> bool:
     return half and features.dim() > 3 and features.movedim(1, -1).is_contiguous() and run_on(features)
 
 
+def sample(values: Tensor, points: Tensor) -> bool:
+    """Whether kernels interpolate these values (B, C, *shape) at these points (B, ..., D): a few channels in float32.
+    Their gradients are added up in no particular order."""
+    single = values.dtype == points.dtype == torch.float32 and values.device == points.device
+    few = 0 < values.shape[1] <= 4 and values.numel() > 0 and points.numel() > 0
+    return single and few and not torch.are_deterministic_algorithms_enabled() and run_on(values)
+
+
 @functools.cache
 def why_none(device: int) -> str | None:
     """What keeps that GPU from running kernels, or None."""
