@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from carlreg import DisplacementField, kernels
 from carlreg.grids import Grid, interpolate
-from carlreg.networks import Encoder
+from carlreg.networks import Encoder, conv, conv_by_patches
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
 channels = pytest.importorskip("carlreg.kernels.channels")
@@ -101,6 +101,20 @@ def test_the_encoder_is_the_same_with_kernels(dim: int, training: bool, monkeypa
     assert (answer - expected).norm() < 1e-4 * expected.norm()
     for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_convolution_by_patches(dim: int) -> None:
+    image = torch.randn(2, 3, *(5, 4, 6)[:dim], dtype=torch.float64, device=DEVICE, requires_grad=True)
+    layer = conv(dim)(3, 8, 3, padding="same", bias=False, dtype=torch.float64, device=DEVICE)
+    answer, expected = conv_by_patches(image, layer.weight), layer(image)
+    upstream = torch.randn_like(expected)
+    assert_same((answer,), (expected,), 1e-12)
+    assert_same(
+        torch.autograd.grad(answer, (image, layer.weight), upstream),
+        torch.autograd.grad(expected, (image, layer.weight), upstream),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("mirror", [False, True])

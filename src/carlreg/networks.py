@@ -66,7 +66,10 @@ def convolve(layer: Any, features: Tensor, *, add: Tensor | None = None, relu: b
     if kernels.take(features):
         from carlreg.kernels import channels
 
-        change = channels_last(layer._conv_forward(features, layer.weight, None))
+        if layer.in_channels < 8 and layer.dilation[0] == 1:  # cuDNN is slow where channels are few
+            change = conv_by_patches(features, layer.weight)
+        else:
+            change = channels_last(layer._conv_forward(features, layer.weight, None))
         return channels.add_bias(change, layer.bias, other=add if add is None else channels_last(add), relu=relu)
     change = layer(features)
     if add is not None:
@@ -252,6 +255,19 @@ class _UpConv(torch.autograd.Function):
         by_weight = voxels.flatten(0, dim).mT @ patches
         by_features = (patches @ weight.flatten(1).mT).reshape(voxels.shape).movedim(-1, 1)
         return by_features, by_weight.reshape(weight.shape), gradient.sum(dim=[0, *range(2, dim + 2)])
+
+
+def conv_by_patches(features: Tensor, weight: Tensor) -> Tensor:
+    """A convolution of kernel 3, without bias, as one product of matrices: every voxel's neighbourhood as a row."""
+    dim = features.dim() - 2
+    neighbours = F.pad(features, (1, 1) * dim)
+    for axis in range(2, dim + 2):
+        neighbours = neighbours.unfold(axis, 3, 1)  # (B, C, *shape, 3, ...)
+    taps = weight[0].numel()
+    missing = -taps % 32  # rows of a round number of bytes
+    patches = features.new_zeros(len(features), *features.shape[2:], taps + missing)
+    patches[..., :taps].unflatten(-1, weight.shape[1:]).copy_(neighbours.movedim(1, dim + 1))
+    return F.linear(patches, F.pad(weight.flatten(1), (0, missing))).movedim(-1, 1)
 
 
 def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
