@@ -4,6 +4,7 @@ a GPU as they are."""
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from carlreg import DisplacementField, kernels
 from carlreg.grids import Grid, interpolate
+from carlreg.losses import gaussian_blur, local_correlation
 from carlreg.networks import Encoder, conv, conv_by_patches
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
 channels = pytest.importorskip("carlreg.kernels.channels")
+correlation = pytest.importorskip("carlreg.kernels.correlation")
 sampling = pytest.importorskip("carlreg.kernels.sampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,4 +168,27 @@ def test_sampled_images(channels_last: bool) -> None:
     assert_same(
         torch.autograd.grad(answer, (image, points), upstream),
         torch.autograd.grad(expected, (image64, points64), upstream.double()),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 9, 11, 10), (1, 3, 20, 17), (2, 2, 40)], ids=str)
+@pytest.mark.parametrize("far", [0.0, 100.0])
+@pytest.mark.parametrize("both", [True, False])
+def test_local_correlation(shape: tuple[int, ...], far: float, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros outside the image, also for images far from zero, which border windows see drop."""
+    monkeypatch.setattr(correlation, "BLOCK", 256)
+    first, second = (torch.rand(shape, device=DEVICE) + far for _ in range(2))
+    second[..., :3] = far  # flat
+    first, second = first.requires_grad_(), second.requires_grad_(both)
+    exact = [image.detach().double().requires_grad_(image.requires_grad) for image in (first, second)]
+    blur = functools.partial(gaussian_blur, sigma=2.0)
+    answer, expected = correlation.local_correlation(first, second, blur, 1e-5), local_correlation(*exact, 2.0)
+    tolerance = 1e-4 if far == 0 else 1e-2
+    assert_same((answer,), (expected,), tolerance)
+    upstream = torch.randn(shape, device=DEVICE)
+    inputs = [first, second][: 1 + both]
+    assert_same(
+        torch.autograd.grad(answer, inputs, upstream),
+        torch.autograd.grad(expected, exact[: 1 + both], upstream.double()),
+        tolerance,
     )
