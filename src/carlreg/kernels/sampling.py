@@ -7,6 +7,7 @@ are added up within the block before they go to memory, where thousands of point
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ def _dense(values: Tensor) -> Tensor:
     return values if values.movedim(1, -1).is_contiguous() else values.contiguous()
 
 
-def _three(sides: torch.Size) -> tuple[int, ...]:
+def _three(sides: Sequence[int]) -> tuple[int, ...]:
     return (1,) * (3 - len(sides)) + tuple(sides)
 
 
@@ -314,8 +315,8 @@ class _Sample(torch.autograd.Function):
         else:
             out = points.new_empty(batch, values.shape[1], *sides)
         ctx.save_for_backward(values, points)
-        ctx.add, ctx.options = add, {"MIRROR": mirror, "ADD": add}
-        grid, geometry, options = _launch(values, points, out.movedim(-1, 1) if add else out)
+        ctx.options = {"MIRROR": mirror, "ADD": add}
+        grid, geometry, options = _launch(values, points, add)
         _sample[grid](values, points, out, *geometry, **options, **ctx.options)
         return out
 
@@ -325,7 +326,7 @@ class _Sample(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         need_values, need_points, _, _ = ctx.needs_input_grad
         by_values = torch.zeros_like(values) if need_values else values
-        grid, geometry, options = _launch(values, points, gradient.movedim(-1, 1) if ctx.add else gradient)
+        grid, geometry, options = _launch(values, points, ctx.options["ADD"])
         by_points = points.new_empty(grid[1], *points.shape[1:]) if need_points else points
         # On a grid twice as fine or finer, a block's points share their cells.
         fine = math.prod(points.shape[1:-1]) >= 2 ** len(values.shape[2:]) * math.prod(values.shape[2:])
@@ -348,15 +349,19 @@ class _Sample(torch.autograd.Function):
         return by_values if need_values else None, by_points if need_points else None, None, None
 
 
-def _launch(values: Tensor, points: Tensor, out: Tensor) -> tuple[tuple[int, int], list[int], dict[str, int]]:
-    """The grid of programs, sizes and strides, and the constants that both kernels take. `out` is (B, C, ...)."""
-    dim, leading = values.dim() - 2, points.shape[1:-1]
+def _launch(values: Tensor, points: Tensor, points_first: bool) -> tuple[tuple[int, int], list[int], dict[str, int]]:
+    """The grid of programs, sizes and strides, and the constants that both kernels take. What is sampled lies in
+    memory as (B, points, C), or else as (B, C, points)."""
+    (channels, *shape), (*leading, dim) = values.shape[1:], points.shape[1:]
     if len(leading) > 3:
-        leading = torch.Size([leading.numel()])
+        leading = [math.prod(leading)]
     sides, blocks = _three(leading), BLOCKS[max(1, len(leading))]
-    per_item = [0 if len(tensor) == 1 else tensor.stride(0) for tensor in (values, points)]
-    geometry = [*_three(values.shape[2:]), per_item[0], values.stride(1), values.stride(-1)]
-    geometry += [*sides, per_item[1], out.stride(0), out.stride(1), out.stride(-1) if leading else 1]
+    count, voxels = math.prod(leading), math.prod(shape)
+    channels_last = values.movedim(1, -1).is_contiguous()
+    geometry = [*_three(shape), 0 if len(values) == 1 else channels * voxels]
+    geometry += [1, channels] if channels_last else [voxels, 1]
+    geometry += [*sides, 0 if len(points) == 1 else count * dim, channels * count]
+    geometry += [1, channels] if points_first else [count, 1]
     programs = math.prod(triton.cdiv(side, block) for side, block in zip(sides, blocks, strict=True))
-    options = {"DIM": dim, "CHANNELS": values.shape[1], "BZ": blocks[0], "BY": blocks[1], "BX": blocks[2]}
+    options = {"DIM": dim, "CHANNELS": channels, "BZ": blocks[0], "BY": blocks[1], "BX": blocks[2]}
     return (programs, max(len(values), len(points))), geometry, options
