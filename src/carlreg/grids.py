@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.precision import full_precision
 
 Interpolation = Literal["linear", "nearest"]
@@ -102,14 +103,18 @@ def interpolate(
         raise ValueError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     if not image.is_floating_point() and mode == "linear":
         raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
+    if mode == "linear" and outside == "border" and kernels.sample(image, points):
+        from carlreg.kernels.sampling import sample
+
+        return sample(image, points)
     leading, dtype = points.shape[1:-1], image.dtype
     image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])
     points = points.reshape(len(points), -1, dim).expand(batch, -1, dim).to(image.dtype)
     # PyTorch's kernel adds up gradients in no particular order on a GPU.
     by_index = image.is_cuda and torch.are_deterministic_algorithms_enabled()
-    sample = _sample_by_index if by_index else _sample_by_kernel
-    return sample(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
+    method = _sample_by_index if by_index else _sample_by_kernel
+    return method(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
 
 
 def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:

@@ -6,6 +6,7 @@ Similarities compare two images (B, C, *shape) on the same grid and are 0, or sm
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg._checks import check_image, check_same_shape
 from carlreg.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
 from carlreg.transforms import Composition, DisplacementField, Transform
@@ -59,6 +61,10 @@ SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": min
 def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
     """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
     _check_images(first, second)
+    if first.dtype == second.dtype == torch.float32 and kernels.run_on(first):
+        from carlreg.kernels import correlation
+
+        return correlation.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
     # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
     # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
     inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from carlreg import kernels
 from carlreg.grids import enlarge, pool
 from carlreg.precision import channels_last, network_input
 
@@ -47,11 +48,12 @@ class Network(nn.Module):
 def normalize(norm: Any, features: Tensor) -> Tensor:
     """Batch normalisation with statistics in float32, whatever the features are in."""
     with torch.autocast(features.device.type, enabled=False):
-        if norm.training and features.is_cuda and features.dtype != norm.weight.dtype:
-            # What PyTorch's own layer does with half-precision features is slow; its parts are not.
-            inputs = channels_last(features), norm.weight, norm.bias, norm
-            return _BatchNorm.apply(*inputs)  # type: ignore[no-untyped-call]
         if norm.training:
+            features = channels_last(features)
+            if kernels.take(features):
+                from carlreg.kernels import channels
+
+                return channels.batch_norm(features, norm)
             return norm(features.to(norm.weight.dtype)).to(features.dtype)
         # With fixed statistics it is an affine map, and its gradients are plain sums.
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
@@ -60,32 +62,20 @@ def normalize(norm: Any, features: Tensor) -> Tensor:
         return torch.addcmul(shift.reshape(shape), features, scale.reshape(shape)).to(features.dtype)
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Batch normalisation in training mode, put together from the kernels of SyncBatchNorm."""
+def convolve(layer: Any, features: Tensor, *, add: Tensor | None = None, relu: bool = False) -> Tensor:
+    """layer(features), then plus `add` or ReLU: with the bias, in one pass, where kernels can."""
+    if kernels.take(features):
+        from carlreg.kernels import channels
 
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
-        mean, inverse_deviation = torch.batch_norm_stats(features, norm.eps)
-        count = features.numel() / features.shape[1]
-        variance = inverse_deviation.pow(-2) - norm.eps
-        norm.num_batches_tracked += 1
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
-        ctx.save_for_backward(features, weight, mean, inverse_deviation)
-        return torch.batch_norm_elemt(features, weight, bias, mean, inverse_deviation, norm.eps)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, mean, inverse_deviation = ctx.saved_tensors
-        gradient = channels_last(gradients[0])
-        sum_dy, sum_dy_xmu, by_weight, by_bias = torch.batch_norm_backward_reduce(
-            gradient, features, mean, inverse_deviation, weight, True, True, True
-        )
-        count = torch.full((1,), features.numel() // features.shape[1], dtype=torch.int32, device=features.device)
-        by_features = torch.batch_norm_backward_elemt(
-            gradient, features, mean, inverse_deviation, weight, sum_dy, sum_dy_xmu, count
-        )
-        return by_features, by_weight, by_bias, None
+        if layer.in_channels < 8 and layer.dilation[0] == 1:  # cuDNN is slow where channels are few
+            change = conv_by_patches(features, layer.weight)
+        else:
+            change = channels_last(layer._conv_forward(features, layer.weight, None))
+        return channels.add_bias(change, layer.bias, other=add if add is None else channels_last(add), relu=relu)
+    change = layer(features)
+    if add is not None:
+        change = add + change
+    return change.relu() if relu else change
 
 
 class ResidualBlock(nn.Module):
@@ -98,10 +88,10 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         features = normalize(self.norm, features)
-        change = self.convs[0](features)
-        for layer in self.convs[1:]:
-            change = layer(change.relu())
-        return features + change
+        change = features
+        for layer in self.convs[:-1]:
+            change = convolve(layer, change, relu=True)
+        return convolve(self.convs[-1], change, add=features)
 
 
 class Encoder(Network):
@@ -129,7 +119,7 @@ class Encoder(Network):
         return 1 + len(self.blocks) * sum(self.dilations)
 
     def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
-        features = channels_last(self.stem(network_input(image)).relu())
+        features = channels_last(convolve(self.stem, network_input(image), relu=True))
         for block in self.blocks:
             features = block(features)
         return features
@@ -266,6 +256,19 @@ class _UpConv(torch.autograd.Function):
         by_weight = voxels.flatten(0, dim).mT @ patches
         by_features = (patches @ weight.flatten(1).mT).reshape(voxels.shape).movedim(-1, 1)
         return by_features, by_weight.reshape(weight.shape), gradient.sum(dim=[0, *range(2, dim + 2)])
+
+
+def conv_by_patches(features: Tensor, weight: Tensor) -> Tensor:
+    """A convolution of kernel 3, without bias, as one product of matrices: every voxel's neighbourhood as a row."""
+    dim = features.dim() - 2
+    neighbours = F.pad(features, (1, 1) * dim)
+    for axis in range(2, dim + 2):
+        neighbours = neighbours.unfold(axis, 3, 1)  # (B, C, *shape, 3, ...)
+    taps = weight[0].numel()
+    missing = -taps % 32  # rows of a round number of bytes
+    patches = features.new_zeros(len(features), *features.shape[2:], taps + missing)
+    patches[..., :taps].unflatten(-1, weight.shape[1:]).copy_(neighbours.movedim(1, dim + 1))
+    return F.linear(patches, F.pad(weight.flatten(1), (0, missing))).movedim(-1, 1)
 
 
 def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:

@@ -18,7 +18,6 @@ from carlreg._checks import check_finite, check_pair
 from carlreg.attention import coordinate_attention
 from carlreg.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
-from carlreg.precision import full_precision
 from carlreg.transforms import (
     Affine,
     DisplacementField,
@@ -136,30 +135,23 @@ class CoordinateAttention(RegistrationAlgorithm):
         self.encoder, self.padding, self.length, self.extrapolate = encoder, padding, length, extrapolate
 
     def features(self, image: Tensor) -> Tensor:
-        """Feature vectors of the padded image: (B, C, *shape) → (B, width, *padded shape)."""
-        features = self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2)))
-        return self.scale_to_length(features)
-
-    @full_precision
-    def scale_to_length(self, features: Tensor) -> Tensor:
-        precise = torch.promote_types(features.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(features, dim=1, keepdim=True, dtype=precise)
-        return features * (self.length / (1e-3 + norm))
+        """Feature vectors of the padded image: (B, C, *shape) → (B, *padded shape, width)."""
+        return self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2))).movedim(1, -1)
 
     def crop(self, features: Tensor) -> Tensor:
         """The features of the image itself, without the padding."""
-        inside = (slice(None), slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[2:]))
+        inside = (slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[1:-1]))
         return features[inside]
 
     def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
         _check_network(self.encoder, fixed)
-        moving_features = self.features(moving)
-        fixed_features = exchange_halves(moving_features) if swapped else self.features(fixed)
+        keys = self.features(moving)
+        queries = self.crop(keys if swapped else self.features(fixed)).flatten(1, -2)
         matches = coordinate_attention(
-            as_vectors(self.crop(fixed_features)),
-            as_vectors(moving_features),
+            exchange_halves(queries) if swapped else queries,
+            keys.flatten(1, -2),
             Grid.of(moving.shape[2:]).pad(self.padding),
-            bound=self.length**2,
+            length=self.length,
         ).to(fixed.dtype)
         displacement = matches.reshape(-1, *fixed.shape[2:], fixed.dim() - 2) - voxel_points(fixed)
         return DisplacementField(displacement.movedim(-1, 1), self.extrapolate)
@@ -194,7 +186,7 @@ class ClosedFormXi(RegistrationAlgorithm):
                 f"image has {image.shape[1]} channels and {image.dim() - 2} spatial axes; "
                 f"a diffeomorphism of [0, 1]^{self.dim} has {self.dim} of each"
             )
-        angles = as_vectors(image).to(self.weights) @ self.weights.mT + self.phases
+        angles = image.flatten(2).mT.to(self.weights) @ self.weights.mT + self.phases
         return math.sqrt(self.sharpness / self.frequencies) * angles.sin().to(image.dtype)
 
     def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
@@ -220,11 +212,6 @@ class Augmented(RegistrationAlgorithm):
         q = r.map_tensors(exchange_halves) if swapped else self.draw(fixed)
         phi = self.phi.register(warp(moving, r, like=moving), warp(fixed, q, like=fixed), swapped=swapped)
         return compose(r, phi, q.inverse())  # R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹
-
-
-def as_vectors(features: Tensor) -> Tensor:
-    """(B, C, *shape) → (B, voxels, C)."""
-    return features.flatten(2).mT
 
 
 def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None:

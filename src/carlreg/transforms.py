@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.grids import Interpolation, Outside, interpolate, voxel_points, voxel_size
 from carlreg.precision import full_precision
 
@@ -150,6 +151,10 @@ class DisplacementField(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
+        if kernels.sample(self.displacement, points):
+            from carlreg.kernels.sampling import sample
+
+            return sample(self.displacement, points, mirror=self.extrapolate == "mirror", add=True)
         inside = points.clamp(0, 1)
         if self.extrapolate == "clamp":
             return points + self._sample(inside)
