@@ -44,7 +44,7 @@ class Team:
         """Replace tensors, of the same shapes on every process, by their mean over the processes."""
         if self.size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
         dist.all_reduce(flat)
         flat /= self.size
         with torch.no_grad():
@@ -64,6 +64,12 @@ class Team:
         said = torch.tensor(answer, dtype=torch.int32, device=device)
         dist.broadcast(said, src=0)
         return bool(said)
+
+    def leave(self) -> None:
+        """Part, when all is done."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
 
     def wait(self) -> None:
         """Go on when all have come here."""

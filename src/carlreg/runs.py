@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import carlreg
 from carlreg.augmentation import Augmentation
@@ -112,6 +113,8 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
         if self.similarity not in SIMILARITIES:
             raise ValueError(f"unknown similarity {self.similarity!r}; expected one of {', '.join(SIMILARITIES)}")
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"unknown precision {self.precision!r}; expected auto, float32 or bfloat16")
         if self.size not in SIZES:
             raise ValueError(f"unknown size {self.size!r}; expected one of {', '.join(SIZES)}")
         if not any(stage.steps for stage in self.stages()):
@@ -225,8 +228,9 @@ def run(
         f"{config['parameters'] / 1e6:.2f} M parameters, on {place}" + (f" × {team.size}" if team.size > 1 else "")
     )
     if resumes:
-        shown.say(f"{folder} holds this run already: going on after step {done} of {offsets[-1]}")
-    draw = TrainingPairs(
+        what = f"going on after step {done} of {offsets[-1]}" if done < offsets[-1] else "it is finished"
+        shown.say(f"{folder} holds this run already: {what}")
+    pairs = TrainingPairs(
         training,
         prepared[:split],
         batch=settings.batch,
@@ -250,9 +254,12 @@ def run(
     board = Board(folder / BOARD, done) if wanted and team.leads else None
     now = done
 
-    def progress(at: Progress) -> None:
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         nonlocal now
-        now = offsets[at.stage] + at.step
+        now += 1
+        return pairs(generator)
+
+    def progress(at: Progress) -> None:
         shown.progress(at, now)
         if board is not None:
             board.progress(at, now)
@@ -292,7 +299,7 @@ def run(
             board.close()
     if team.leads and (folder / "log.jsonl").exists():
         plot_curves(folder, None if judge is None else judge.measure)
-    team.wait()
+    team.leave()
     best = folder / "best.safetensors"
     return best if best.exists() else folder / "last.safetensors"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -129,33 +130,36 @@ def train(
     """
     from carlreg.runs import Settings, run
 
-    settings = Settings(
-        model=model,
-        size=size,
-        width=width,
-        grid=_sides(grid),
-        batch=batch,
-        diffusion_steps=diffusion_steps,
-        steps=steps,
-        refine_steps=refine_steps,
-        rate=rate,
-        final_rate=final_rate,
-        regularity=regularity,
-        similarity=similarity,
-        affine_noise=affine_noise,
-        flips=flips,
-        permutations=permute,
-        rotate=rotate,
-        freeze_batch_norm=freeze_batch_norm,
-        seed=seed,
-        precision=precision,  # type: ignore[arg-type]  # checked there
-        validation_fraction=val_fraction,
-        validation_pairs=val_pairs,
-        validate_every=validate_every,
-        save_every=save_every,
-        log_every=log_every,
-    )
-    display = _Display(quiet)
+    try:
+        settings = Settings(
+            model=model,
+            size=size,
+            width=width,
+            grid=_sides(grid),
+            batch=batch,
+            diffusion_steps=diffusion_steps,
+            steps=steps,
+            refine_steps=refine_steps,
+            rate=rate,
+            final_rate=final_rate,
+            regularity=regularity,
+            similarity=similarity,
+            affine_noise=affine_noise,
+            flips=flips,
+            permutations=permute,
+            rotate=rotate,
+            freeze_batch_norm=freeze_batch_norm,
+            seed=seed,
+            precision=precision,  # type: ignore[arg-type]  # checked there
+            validation_fraction=val_fraction,
+            validation_pairs=val_pairs,
+            validate_every=validate_every,
+            save_every=save_every,
+            log_every=log_every,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    display = _Display(quiet or os.environ.get("LOCAL_RANK", "0") != "0")  # of several processes, the first speaks
     try:
         with display:
             result = run(
@@ -202,7 +206,7 @@ class _Display:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-            self.terminal = Progress(*columns, console=Console(stderr=True))
+            self.terminal = Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
             self.terminal.start()
 
     def __exit__(self, *_: object) -> None:
