@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carlreg.grids import Grid
 from carlreg.models import write_atomically
 from carlreg.training import Progress
 from carlreg.transforms import Transform, warp
 
 LINES = 12
-"""Grid lines across a picture of a deformation."""
+"""Across a picture of a deformation, about."""
 
 
 def is_installed(package: str) -> bool:
@@ -65,11 +64,11 @@ def picture(moving: Tensor, fixed: Tensor, phi: Transform) -> Tensor:
 
 
 def _lattice(image: Tensor) -> Tensor:
-    """1 on lines, one voxel wide at least, 0 between: in the plane of the first two axes."""
-    points = Grid.of(image.shape[2:]).points(device=image.device)[..., :2]
-    wide = max(1 / (n - 1) for n in image.shape[2:4])
-    nearest = (points * LINES).round() / LINES
-    return ((points - nearest).abs().amin(dim=-1) <= 0.5 * wide).float()[None, None]
+    """1 on lines a voxel wide, 0 between them: a grid in the plane of the first two axes."""
+    lines = torch.zeros_like(image[:1, :1])
+    for axis in (2, 3):
+        lines.movedim(axis, 0)[:: max(4, image.shape[axis] // LINES)] = 1
+    return lines
 
 
 def plot_curves(folder: Path, measure: str | None) -> Path | None:
