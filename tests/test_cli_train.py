@@ -155,7 +155,7 @@ def test_a_picture_of_the_identity_shows_straight_lines_and_the_image_itself() -
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle; the same command; the same losses, scores and weights as without."""
-    longer = ["--steps", "30", "--save-every", "4", "--no-tensorboard"]
+    longer = ["--steps", "30", "--save-every", "4", "--validate-every", "10", "--no-tensorboard"]
     arguments = command(scans / "scans.csv", tmp_path / "run", *longer)
     log = tmp_path / "run" / "log.jsonl"
     process = start(arguments)
@@ -172,7 +172,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: 
     assert main(arguments) == 0
     assert main(command(scans / "scans.csv", tmp_path / "unbroken", *longer)) == 0
     assert entries(tmp_path / "run") == entries(tmp_path / "unbroken")
-    assert len(entries(tmp_path / "run")) == 32 + 1 + 15
+    assert len(entries(tmp_path / "run")) == 32 + 1 + 3
     assert same_weights(tmp_path / "run", tmp_path / "unbroken")
 
 
@@ -272,7 +272,7 @@ def test_given_pairs_with_landmarks(scans: Path, tmp_path: Path, capsys: pytest.
     assert all(e["validation"] < 0 for e in entries(tmp_path / "run") if "validation" in e)
 
 
-def test_two_processes_do_what_one_does(scans: Path, tmp_path: Path) -> None:
+def test_two_processes_do_what_one_does(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Started by the command itself, by lightning-fabric."""
     pytest.importorskip("lightning_fabric")
     more = ["--freeze-batch-norm", "--no-tensorboard", "--steps", "1", "--diffusion-steps", "1", "--rotate"]
@@ -282,7 +282,10 @@ def test_two_processes_do_what_one_does(scans: Path, tmp_path: Path) -> None:
     assert words.count("the model is") == 1
     assert main(command(scans / "scans.csv", tmp_path / "one", *more)) == 0
     assert same_weights(tmp_path / "one", tmp_path / "two", lambda a, b: torch.allclose(a, b, atol=1e-5))
-    assert len(entries(tmp_path / "two")) == len(entries(tmp_path / "one"))
+    losses = [[e["losses"]["total"] for e in entries(tmp_path / run) if "losses" in e] for run in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # of the whole batch
+    message = fails(command(scans / "scans.csv", tmp_path / "three", "--devices", "3"), capsys)
+    assert "a batch of 2 cannot be shared by 3 processes" in message
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")

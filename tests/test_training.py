@@ -368,6 +368,8 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     assert float(parameter.grad.abs().max()) > 0
     entries = [json.loads(line) for line in (tmp_path / "frozen" / "log.jsonl").open()]
     assert len(entries) == 5  # of one process alone
+    alone = [json.loads(line) for line in (tmp_path / "one" / "log.jsonl").open()]
+    assert [e["losses"]["total"] for e in entries] == pytest.approx([e["losses"]["total"] for e in alone], rel=1e-9)
     free = [torch.load(tmp_path / f"free{rank}.pt", weights_only=True)["weights"] for rank in range(2)]
     assert all(torch.equal(free[0][name], free[1][name]) for name in free[0])
 

@@ -6,6 +6,7 @@ model being called through `forward`; a registration algorithm is called through
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,17 +89,23 @@ def shared(draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]) -> Callable
     return own
 
 
+def processes(devices: int, nodes: int) -> tuple[int, int]:
+    """How many there will be on each machine, and how many machines: what is asked for, or what torchrun says."""
+    if devices < 1 or nodes < 1:
+        raise ValueError(f"devices is {devices} and nodes is {nodes}; expected 1 or more of each")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local, int(os.environ["WORLD_SIZE"]) // local
+    return devices, nodes
+
+
 def launch(device: torch.device, devices: int = 1, nodes: int = 1) -> tuple[Team, torch.device]:
     """Start the other processes, or join those that torchrun or a cluster's scheduler has started.
 
     Gives the team and this process's device. With `devices=1` and `nodes=1`, outside of torchrun, nothing happens.
     Otherwise lightning-fabric runs this program again, with the same arguments, once for each further device.
     """
-    if devices < 1 or nodes < 1:
-        raise ValueError(f"devices is {devices} and nodes is {nodes}; expected 1 or more of each")
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has decided already
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        nodes = int(os.environ["WORLD_SIZE"]) // devices
+    devices, nodes = processes(devices, nodes)
     if devices * nodes == 1:
         return Team(), device
     if device.type not in ("cpu", "cuda"):
@@ -109,6 +116,7 @@ def launch(device: torch.device, devices: int = 1, nodes: int = 1) -> tuple[Team
         from lightning_fabric import Fabric
     except ImportError as error:
         raise ImportError("several devices need lightning-fabric: pip install 'carlreg[train]'") from error
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric = Fabric(accelerator=device.type, devices=devices, num_nodes=nodes, strategy="ddp")
     fabric.launch()
     return Team.current(), fabric.device

@@ -23,7 +23,7 @@ import carlreg
 from carlreg.augmentation import Augmentation
 from carlreg.datasets import cache, manifest
 from carlreg.datasets.pairs import TrainingPairs, Validation
-from carlreg.distributed import launch
+from carlreg.distributed import launch, processes
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
     DEFAULT,
@@ -185,6 +185,9 @@ def run(
     """
     settings, folder, shown = settings or Settings(), Path(out), watch or Watch()
     place = _device(device)
+    count = math.prod(processes(devices, nodes))
+    if settings.batch % count:
+        raise ValueError(f"a batch of {settings.batch} cannot be shared by {count} processes; expected a multiple")
     model, start, known_grid = _network(settings)
     training, validation = manifest.read(data, val=val, fraction=settings.validation_fraction)
     cohorts = [cohort for cohort in (training, validation) if cohort is not None]

@@ -300,7 +300,8 @@ class _Step:
         self.image = fixed[:1]
         self.points = phi[:1].detach().on_grid_of(self.image)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.team.average([*gradients, *statistics])  # before the check, so that all leave out the same steps
+        values = [part.detach().clone() for part in (loss.total, loss.similarity, loss.regularity)]
+        self.team.average([*gradients, *statistics, *values])  # before the check: all leave out the same steps
         finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients)]).all()
         finite &= torch.stack([buffer.isfinite().all() for buffer in statistics]).all() if statistics else finite
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
@@ -311,7 +312,7 @@ class _Step:
             buffer.copy_(torch.where(finite, buffer, old))
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
-        return Loss(loss.total.detach(), loss.similarity.detach(), loss.regularity.detach())
+        return Loss(*values)
 
 
 def _mix(seed: int, stage: int, step: int) -> int:

@@ -205,7 +205,7 @@ class _Display:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
             self.terminal = Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
             self.terminal.start()
 
@@ -237,7 +237,7 @@ class _Display:
             self.bar = self.terminal.add_task("training", total=of, completed=done)
 
     def progress(self, at: Progress, step: int) -> None:
-        parts = [f"{name} {value:.4f}" for name, value in at.losses.items()] + [f"folds {at.folds:.2f} %"]
+        parts = [f"{name} {value:.3g}" for name, value in at.losses.items()] + [f"folds {at.folds:.2g} %"]
         if at.skipped:
             parts.append(f"{at.skipped} skipped")
         if self.terminal is not None:

@@ -57,9 +57,8 @@ class TrainingPairs:
         device: torch.device,
         augmentation: Augmentation | None = None,
     ) -> None:
-        team = Team.current()
-        if batch < 1 or batch % team.size:
-            raise ValueError(f"the batch is {batch}; expected 1 or more, a multiple of the {team.size} processes")
+        if batch < 1:
+            raise ValueError(f"the batch is {batch}; expected 1 or more")
         self.pairs, self.batch, self.device = cohort.pairs, batch, device
         self.augmentation = augmentation or Augmentation()
         self.images = hold([case.image for case in prepared], device)
