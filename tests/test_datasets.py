@@ -280,6 +280,20 @@ def test_bad_images_are_named_all_together(tmp_path: Path) -> None:
         prepare([Case(good), *list(bad)[:3]], (8, 8), tmp_path / "cache")
 
 
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    case = Case(write(tmp_path / "a.nii.gz"))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(OSError, match="File too large") as error:
+            prepare([case], (8, 8), tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(error.value.filename).parent == tmp_path / "cache"
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,23 @@ class Board:
 
     def progress(self, progress: Progress, step: int) -> None:
         for name, value in {**progress.losses, "folds, %": progress.folds, "skipped": progress.skipped}.items():
-            self.writer.add_scalar(f"training/{name}", value, step)
+            self._write("add_scalar", f"training/{name}", value, step)
 
     def validation(self, measure: str, value: float, folds: float, step: int) -> None:
-        self.writer.add_scalar(f"validation/{measure}", value, step)
-        self.writer.add_scalar("validation/folds, %", folds, step)
+        self._write("add_scalar", f"validation/{measure}", value, step)
+        self._write("add_scalar", "validation/folds, %", folds, step)
 
     def picture(self, image: Tensor, step: int) -> None:
-        self.writer.add_image("validation/moving, warped, fixed, grid", image, step)
-        self.writer.flush()
+        self._write("add_image", "validation/moving, warped, fixed, grid", image, step)
+        self._write("flush")
 
     def close(self) -> None:
-        self.writer.close()
+        self._write("close")
+
+    def _write(self, method: str, *values: Any) -> None:
+        """A disk that is full is told of when a checkpoint is written: pictures are no reason to stop."""
+        with suppress(OSError):
+            getattr(self.writer, method)(*values)
 
 
 @torch.no_grad()
