@@ -232,8 +232,11 @@ def test_a_folder_with_something_else_is_refused(
 
 
 def test_going_on_from_a_trained_model(whole: Path, scans: Path, tmp_path: Path) -> None:
-    """Without diffusion, on its own grid, from its own weights."""
-    arguments = command(scans, tmp_path / "run", "--model", str(whole / "best.safetensors"), "--no-tensorboard")
+    """Without diffusion, on its own grid, from its own weights, on its own terms."""
+    trained = tmp_path / "trained.safetensors"
+    metadata = {"grid": "24 20", "licence": "for research"}
+    save(load(whole / "best.safetensors"), trained, metadata=metadata)
+    arguments = command(scans, tmp_path / "run", "--model", str(trained), "--no-tensorboard")
     arguments[arguments.index("--diffusion-steps") : arguments.index("--diffusion-steps") + 2] = ["--rate", "0"]
     folder = tmp_path / "images"
     folder.mkdir()
@@ -247,7 +250,7 @@ def test_going_on_from_a_trained_model(whole: Path, scans: Path, tmp_path: Path)
         load(path).state_dict() for path in (whole / "best.safetensors", tmp_path / "run/last.safetensors")
     )
     assert all(torch.equal(before[k], after[k]) for k in before if "running" not in k and "num" not in k)
-    assert read_metadata(tmp_path / "run" / "last.safetensors")["grid"] == "24 20"
+    assert metadata.items() <= read_metadata(tmp_path / "run" / "last.safetensors").items()
 
 
 @pytest.mark.parametrize("model", ["gradicon", "xi", "carl_rot"])
@@ -340,6 +343,7 @@ def test_bad_models_are_found_before_training(scans: Path, tmp_path: Path, capsy
     for model, message in {
         str(tmp_path / "xi3.safetensors"): "is for 3-D images with 1 channels, but these are 2-D",
         str(tmp_path / "broken.safetensors"): "is not a model file, or it is damaged",
+        "carl-base": "carl-base.safetensors is for 3-D images with 1 channels, but these are 2-D",
         "carl-bse": "no model 'carl-bse'; expected one of carl, carl_rot, gradicon, xi",
     }.items():
         assert message in fails(command(table, tmp_path / "run", "--model", model), capsys)
@@ -365,6 +369,31 @@ def test_bad_models_are_found_before_training(scans: Path, tmp_path: Path, capsy
 def test_wrong_usage(scans: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     fails(command(scans / "scans.csv", tmp_path / "run", *more), capsys, code=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk(scans: Path, tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arguments = command(scans / "scans.csv", tmp_path / "run", "--quiet")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        message = fails(arguments, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "best.safetensors cannot be written: File too large; training has stopped" in message
+    assert main(arguments) == 0
+    assert same_weights(tmp_path / "run", whole)
+
+
+def test_stopped_by_the_user(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("carlreg.runs.train", stop)
+    assert main(command(scans / "scans.csv", tmp_path / "run", "--no-tensorboard")) == 130
+    assert "the same command goes on from the last checkpoint in" in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

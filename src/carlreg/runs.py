@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -188,20 +188,22 @@ def run(
     count = math.prod(processes(devices, nodes))
     if settings.batch % count:
         raise ValueError(f"a batch of {settings.batch} cannot be shared by {count} processes; expected a multiple")
-    model, start, known_grid = _network(settings)
+    path = None if settings.is_new else _model_file(settings)
+    known = {} if path is None else read_metadata(path)
     training, validation = manifest.read(data, val=val, fraction=settings.validation_fraction)
     cohorts = [cohort for cohort in (training, validation) if cohort is not None]
     cases = [case for cohort in cohorts for case in cohort.cases]
-    grid = cache.choose_grid(cases, settings.grid or known_grid)
-    model = model or _new_network(settings, len(grid))
-    _check_dimension(model, len(grid), settings.model)
+    dim = cache.dimension(cases)
+    model = _new_network(settings, dim) if path is None else _trained_network(path, dim)
+    sides = settings.grid or (tuple(int(n) for n in known["grid"].split()) if "grid" in known else None)
+    grid = cache.choose_grid(cases, sides)
     prepared = cache.prepare(cases, grid, cache_folder, lambda done: shown.preparing(done, len(cases)))
     split = len(training.cases)
     config = {
         "format": FORMAT,
         "settings": json.loads(json.dumps(asdict(settings))),
         "grid": list(grid),
-        "start": start,
+        "start": "new" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:32],
         "data": {
             "source": os.fspath(data),
             "training": {"images": split, training.unit: len(training)},
@@ -294,7 +296,7 @@ def run(
             precision=settings.precision,
             seconds=seconds,
             callback=progress if team.leads else None,
-            metadata=_metadata(folder, config, prepared[0].intensities),
+            metadata=_metadata(folder, config, prepared[0].intensities, known),
             freeze_batch_norm=settings.freeze_batch_norm,
         )
     finally:
@@ -310,10 +312,8 @@ def run(
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
-def _network(settings: Settings) -> tuple[RegistrationAlgorithm | None, str, tuple[int, ...] | None]:
-    """A trained model to start from, if one is named; a word for where its weights come from; and its grid."""
-    if settings.is_new:
-        return None, "new", None
+def _model_file(settings: Settings) -> Path:
+    """The trained model to go on from."""
     if settings.width is not None:
         raise ValueError(f"a width is for a new network, but the model is {settings.model}; expected one of the two")
     stem = DEFAULT if settings.model == "default" else settings.model
@@ -323,10 +323,7 @@ def _network(settings: Settings) -> tuple[RegistrationAlgorithm | None, str, tup
             f"no model {settings.model!r}; expected one of {', '.join(NETWORKS)} for a new network, or to go on from "
             f"{', '.join(available())} or the path of a model file"
         )
-    model = load(path)
-    grid = read_metadata(path).get("grid")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:32]
-    return model, digest, None if grid is None else tuple(int(n) for n in grid.split())
+    return path
 
 
 def _new_network(settings: Settings, dim: int) -> RegistrationAlgorithm:
@@ -342,19 +339,22 @@ def _new_network(settings: Settings, dim: int) -> RegistrationAlgorithm:
         return NETWORKS[settings.model](dim, 2, **sizes)
 
 
-def _check_dimension(model: RegistrationAlgorithm, dim: int, name: str) -> None:
+def _trained_network(path: Path, dim: int) -> RegistrationAlgorithm:
+    model = load(path)
     network = next((m for m in model.modules() if isinstance(m, (Encoder, UNet))), None)
     if network is None:
-        raise ValueError(f"{name} has no weights to train; expected a network with an Encoder or a UNet")
+        raise ValueError(f"{path} has no weights to train; expected a network with an Encoder or a UNet")
     if (network.dim, network.channels) != (dim, 1):
         raise ValueError(
-            f"{name} is for {network.dim}-D images with {network.channels} channels, but these are {dim}-D with one; "
+            f"{path} is for {network.dim}-D images with {network.channels} channels, but these are {dim}-D with one; "
             "expected a model that fits: choose another, or train a new one"
         )
+    return model
 
 
-def _metadata(folder: Path, config: dict[str, Any], intensities: str) -> dict[str, str]:
-    """What the model file says of itself; `carlreg.register` reads the grid."""
+def _metadata(folder: Path, config: dict[str, Any], intensities: str, known: Mapping[str, str]) -> dict[str, str]:
+    """What the model file says of itself; `carlreg.register` reads the grid. The terms of the model that training
+    started from hold for what became of it."""
     data, settings = config["data"], config["settings"]
     counts = [f"{data['training']['images']} images for training"]
     if data["validation"] is not None:
@@ -367,6 +367,7 @@ def _metadata(folder: Path, config: dict[str, Any], intensities: str) -> dict[st
         "data": ", ".join(counts),
         "preprocessing": f"of the first image: {intensities}",
         "training": json.dumps({"start": config["start"], **settings}),
+        **{name: known[name] for name in ("licence",) if name in known},
     }
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -64,28 +64,38 @@ def choose_grid(cases: Sequence[Case], sides: Sequence[int] | None = None) -> tu
     voxels in 3-D and 256 in 2-D."""
     if sides is not None and min(sides) < images.LEAST_SIDE:
         raise ValueError(f"the grid is {tuple(sides)}; expected sides of at least {images.LEAST_SIDE}")
-    every = max(1, len(cases) // SURVEYED) if sides is None else 1
-    shapes: list[tuple[int, ...]] = []
-    problem: ImageError | None = None
-    for case in cases[::every]:
-        try:
-            shapes.append(images.to_closest_ras(images.read(case.image)).shape)
-        except ImageError as error:  # `prepare` tells of all of them together
-            problem = error
-        if shapes and (sides is not None or len(shapes) == SURVEYED):
-            break
-    if not shapes:
-        assert problem is not None
-        raise problem
-    dim = len(shapes[0])
     if sides is None:
+        shapes = list(_shapes(cases[:: max(1, len(cases) // SURVEYED)]))
+        dim = len(shapes[0])
         same = [shape for shape in shapes if len(shape) == dim]
         return tuple(min(median_low(axis), LARGEST_SIDE[dim]) for axis in zip(*same, strict=True))
+    dim = dimension(cases)
     if len(sides) not in (1, dim):
         raise ValueError(
             f"the grid has {len(sides)} sides but {cases[0].image} is {dim}-D; expected {dim} sides, or one"
         )
     return tuple(sides) * dim if len(sides) == 1 else tuple(sides)
+
+
+def dimension(cases: Sequence[Case]) -> int:
+    """2 or 3: that of the first image that can be read."""
+    return len(next(_shapes(cases)))
+
+
+def _shapes(cases: Sequence[Case]) -> Iterator[tuple[int, ...]]:
+    """Of the images that can be read, turned to RAS. `prepare` tells of the others, all together."""
+    problem: ImageError | None = None
+    found = False
+    for case in cases:
+        try:
+            shape = images.to_closest_ras(images.read(case.image)).shape
+        except ImageError as error:
+            problem = error
+        else:
+            found = True
+            yield shape
+    if problem is not None and not found:
+        raise problem
 
 
 def prepare(
