@@ -65,8 +65,9 @@ def picture(moving: Tensor, fixed: Tensor, phi: Transform) -> Tensor:
     """
     parts = [moving, warp(moving, phi, like=fixed), fixed, warp(_lattice(moving), phi, like=fixed, outside="zeros")]
     slices = [part[0, 0].float().cpu().clamp(0, 1) for part in parts]
-    flat = [part[..., part.shape[-1] // 2] if part.dim() == 3 else part for part in slices]
-    return torch.cat([part.mT.flip(0) for part in flat], dim=1)[None]  # x to the right, y up
+    if slices[0].dim() == 3:  # in RAS: right to the right, anterior up
+        slices = [part[..., part.shape[-1] // 2].flip(1) for part in slices]
+    return torch.cat([part.mT for part in slices], dim=1)[None]
 
 
 def _lattice(image: Tensor) -> Tensor:
