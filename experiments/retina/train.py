@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import VARIANTS, Pairs, Variant, build, load
+from data import VARIANTS, Pairs, Variant, build, load  # type: ignore[import-not-found]
 from torch import Tensor
 
 from carlreg.models import carl, gradicon, save, write_atomically, xi
@@ -76,7 +76,8 @@ class Run:
             step = TrainingStep(self.model, stage, device=self.device)
             for n in range(stage.steps):
                 with torch.cuda.stream(self.stream):
-                    loss = step(*self.pairs.at(next(batches)), stage.rate(n), seed=(self.seed * 2 + number) * 10**6 + n)
+                    moving, fixed = self.pairs.at(next(batches))
+                    loss = step(moving, fixed, stage.rate(n), seed=(self.seed * 2 + number) * 10**6 + n)
                     if (n + 1) % 400 == 0 or n + 1 == stage.steps:
                         self.losses.append({"stage": number, "step": n + 1, **loss.floats()})
                 yield

@@ -516,22 +516,27 @@ def _is_ct(data: npt.NDArray[Any]) -> bool:
 
 
 def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
-    """Where the mask is not zero, on the image's voxels: the two must lie on the same grid to a tenth of a voxel."""
-    if mask.shape != image.shape:
-        raise ImageError(
-            f"{mask.name} has {_times(mask.shape)} voxels but {image.name} has {_times(image.shape)}; expected a mask "
-            "on the image's own grid: resample it"
-        )
-    shift = _largest_shift(mask.affine, image)
-    if shift > 0.1 * min(image.spacing):
-        raise ImageError(
-            f"{mask.name} lies up to {shift:.3g} mm away from {image.name}; expected a mask on the image's own grid: "
-            "resample it"
-        )
+    """Where the mask is not zero, on the image's voxels."""
+    check_same_grid(mask, image, "a mask")
     inside = mask.data != 0
     if not inside.any():
         raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
     return cast("npt.NDArray[np.bool_]", inside)
+
+
+def check_same_grid(other: Image, image: Image, what: str) -> None:
+    """Refuse a mask or a label map whose voxels are not the image's, to a tenth of a voxel."""
+    if other.shape != image.shape:
+        raise ImageError(
+            f"{other.name} has {_times(other.shape)} voxels but {image.name} has {_times(image.shape)}; expected "
+            f"{what} on the image's own grid: resample it"
+        )
+    shift = _largest_shift(other.affine, image)
+    if shift > 0.1 * min(image.spacing):
+        raise ImageError(
+            f"{other.name} lies up to {shift:.3g} mm away from {image.name}; expected {what} on the image's own grid: "
+            "resample it"
+        )
 
 
 # ---- the network's grid ---------------------------------------------------------------------------------------------

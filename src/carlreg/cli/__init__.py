@@ -15,6 +15,7 @@ import typer
 
 from carlreg import __version__
 from carlreg.cli.models import models
+from carlreg.cli.train import train
 
 RUNNING, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes: it failed while running, it was called wrongly, it was stopped by the user."""
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(models, name="models")
+app.command("train")(train)
 
 
 def _say_version(wanted: bool) -> None:
