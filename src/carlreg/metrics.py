@@ -112,7 +112,8 @@ def spread_of_log(determinants: Tensor, *, shift: float = 3.0) -> float:
     SDlogJ in Learn2Reg's tables is this: 3 is added, so that mild folds do not rule the figure, and a second layer of
     voxels at the border is left out. The plain one has shift 0.
     """
-    inner = determinants[(slice(None), *(slice(1, -1) if n > 2 else slice(None) for n in determinants.shape[1:]))]
+    layers = [slice(None), *(slice(1, -1) if n > 2 else slice(None) for n in determinants.shape[1:])]
+    inner = determinants[tuple(layers)]
     return float((inner.double() + shift).clamp(1e-9, 1e9).log().std(correction=0))
 
 
