@@ -26,8 +26,8 @@ from torch import Tensor
 
 from carlreg import images, itk
 from carlreg.datasets.pairs import Pair, name_of, stem
-from carlreg.images import Image, PathLike, map_points
-from carlreg.itk import ItkTransform, WorldTransform
+from carlreg.images import Image, PathLike, _header, _sitk, map_points
+from carlreg.itk import ItkTransform, WorldTransform, _inverse
 from carlreg.metrics import determinant_per_voxel, dice, hd95, mean_score, spread_of_log
 from carlreg.models import write_atomically
 
@@ -69,7 +69,8 @@ Method = Callable[[Pair, Image, Image], Result]
 def identity(pair: Pair, fixed: Image, moving: Image) -> Result:
     """Before registration: the two worlds as their headers have them."""
     dim = fixed.dim
-    return Result(*[WorldTransform(np.eye(dim + 1), np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))] * 2)
+    still = WorldTransform(np.eye(dim + 1), np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+    return Result(still, still)
 
 
 def listed(pair: Pair, fixed: Image, moving: Image) -> Result:
@@ -121,7 +122,7 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
     if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: the affine part is to be inverted, the warp is
         affine, warp = itk.read(backward[0]), itk.read(backward[1])
         if isinstance(affine, WorldTransform):
-            undo = np.linalg.inv(affine.affine)
+            undo = _inverse(affine.affine)
             inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
     elif backward:
         inverse = read_result(backward, moving, fixed)
@@ -181,7 +182,7 @@ def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
     if path.name.lower().endswith((".nii", ".nii.gz")) and shape != fixed.shape:
         raise ValueError(f"{path} has {_times(shape)} voxels; expected {_times(fixed.shape)}, as the fixed image has")
     ends = np.stack(np.meshgrid(*([0, n - 1] for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, fixed.dim)
-    index = map_points(np.linalg.inv(transform.lattice), map_points(fixed.affine, ends))
+    index = map_points(_inverse(transform.lattice), map_points(fixed.affine, ends))
     if ((index < -1) | (index > np.array(shape))).any():
         raise ValueError(
             f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "
@@ -190,12 +191,12 @@ def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
 
 
 def _is_learn2reg(path: Path) -> bool:
-    header = itk._header(path)
+    header = _header(path)
     return bool(header.GetDimension() == header.GetSize()[-1] + 1 and header.GetNumberOfComponents() == 1)
 
 
 def _read_learn2reg(path: Path, fixed: Image, moving: Image) -> WorldTransform:
-    data = itk._sitk().GetArrayFromImage(itk._sitk().ReadImage(str(path))).T  # (*shape, D)
+    data = _sitk().GetArrayFromImage(_sitk().ReadImage(str(path))).T  # (*shape, D)
     if data.shape[:-1] != fixed.shape:
         raise ValueError(
             f"{path} has {_times(data.shape[:-1])} voxels; expected {_times(fixed.shape)}, as the fixed image has"
@@ -206,7 +207,7 @@ def _read_learn2reg(path: Path, fixed: Image, moving: Image) -> WorldTransform:
 
 
 def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of T and of its inverse: in the pair's own folder, or beside the others' with the pair in their name."""
+    """The files of T and of its inverse: in the pair's own folder, or in the common one with the pair in their name."""
     ids = name_of(*(re.sub(r"^\D+_?|_0000$", "", stem(path or "")) for path in (pair.fixed, pair.moving)))
     candidates = [
         ([place / "transform.h5"], [place / "inverse_transform.h5"]),
@@ -238,9 +239,9 @@ def pairs_of(folder: PathLike) -> list[Pair]:
     pairs = []
     for report in sorted(Path(folder).glob("**/report.json")):
         inputs = _read_json(report).get("inputs", {})
-        sides = {side: inputs.get(side, {}).get("name") for side in ("fixed", "moving")}
+        fixed, moving = (inputs.get(side, {}).get("name") for side in ("fixed", "moving"))
         name = str(report.parent.relative_to(folder)) if report.parent != Path(folder) else stem(folder)
-        pairs.append(Pair(name, **{side: Path(path) if path else None for side, path in sides.items()}))
+        pairs.append(Pair(name, Path(fixed) if fixed else None, Path(moving) if moving else None))
     if not pairs:
         raise ValueError(f"{folder} holds no report.json of `carl register`; expected results, or give a CSV of pairs")
     return pairs
@@ -381,12 +382,12 @@ def _score_landmarks(scores: Scores, pair: Pair, fixed: Image, moving: Image, tr
         counts = f"{len(points['fixed'])} fixed and {len(points['moving'])} moving landmarks"
         raise ValueError(f"there are {counts}; expected as many, in the same order")
     for side, image in (("fixed", fixed), ("moving", moving)):
-        index = map_points(np.linalg.inv(image.affine), points[side])
+        index = map_points(_inverse(image.affine), points[side])
         outside = ((index < -0.5) | (index > np.array(image.shape) - 0.5)).any(axis=-1)
         if outside.any():
             first = int(np.flatnonzero(outside)[0])
             raise ValueError(
-                f"{int(outside.sum())} {side} landmarks lie outside of the image, the first being number {first + 1} at "
+                f"{int(outside.sum())} {side} landmarks lie outside of the image, the first, number {first + 1}, at "
                 f"({', '.join(f'{x:.1f}' for x in points[side][first])}) mm; expected LPS millimetres"
             )
     errors = np.linalg.norm(transform(points["fixed"]) - points["moving"], axis=-1)
@@ -419,7 +420,7 @@ def _inconsistency(transform: itk.PointMap, inverse: itk.PointMap, fixed: Image,
     index = np.meshgrid(*(np.arange(0, n, s) for n, s in zip(fixed.shape, steps, strict=True)), indexing="ij")
     points = map_points(fixed.affine, np.stack(index, axis=-1).reshape(-1, fixed.dim))
     moved = transform(points)
-    there = map_points(np.linalg.inv(moving.affine), moved)
+    there = map_points(_inverse(moving.affine), moved)
     inside = ((there >= -0.5) & (there < np.array(moving.shape) - 0.5)).all(axis=-1)
     if not inside.any():
         return math.nan
@@ -430,7 +431,7 @@ def _dense(transform: WorldMap, fixed: Image) -> WorldTransform:
     """Anything but affine maps and one field is evaluated by SimpleITK on the fixed grid, which is quick."""
     if isinstance(transform, WorldTransform):
         return transform
-    sitk, like = itk._sitk(), fixed.to_sitk()
+    sitk, like = _sitk(), fixed.to_sitk()
     field = sitk.TransformToDisplacementField(
         transform.transform,
         sitk.sitkVectorFloat64,
@@ -465,16 +466,6 @@ class Evaluation:
     @property
     def labels(self) -> list[int]:
         return sorted({label for scores in self.scores for label in scores.dice})
-
-    @property
-    def failed(self) -> list[str]:
-        """One line for each failure, with its pair and method."""
-        many = len(self.methods) > 1
-        return [
-            f"{scores.pair}{f' ({scores.method})' if many else ''}: {text}"
-            for scores in self.scores
-            for text in scores.failures
-        ]
 
     def of(self, method: str) -> list[Scores]:
         return [scores for scores in self.scores if scores.method == method]

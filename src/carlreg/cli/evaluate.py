@@ -80,10 +80,9 @@ def evaluate(
     _show(found)
     if out is not None:
         found.write(out, overwrite=overwrite)
-    failed = len({(scores.method, scores.pair) for scores in found.scores if scores.failures})
-    repeats = sum(bool(scores.failures) for scores in found.scores)
-    if repeats:
-        print(f"carl: {max(failed, repeats)} of {len(found.scores)} evaluations failed", file=sys.stderr)
+    failed = sum(bool(scores.failures) for scores in found.scores)
+    if failed:
+        print(f"carl: {failed} of {len(found.scores)} failed, as told above", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -117,7 +116,7 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     if source in ("default", *available()) or path.is_file():
         return evaluation.by_model(source, save=save, **options)
     raise ValueError(
-        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}); expected one of these"
+        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}); expected one"
     )
 
 
@@ -132,7 +131,7 @@ def _tell(scores: Scores) -> None:
     from carlreg.evaluation import FIGURES
 
     for text in scores.failures:
-        print(f"carl: {scores.pair} ({scores.method}): {text}", file=sys.stderr)
+        print(f"carl: {scores.pair} by {scores.method}: {text}", file=sys.stderr)
     if sys.stderr.isatty():
         known = [f"{FIGURES[key]} {_text(value)}" for key, value in scores.figures.items() if value == value]
         print(f"{scores.method}, {scores.pair}: {', '.join(known)}", file=sys.stderr)
@@ -163,11 +162,11 @@ def _show(found: Evaluation) -> None:
             cells = [_text(sum(column) / len(column)) if column else "" for column in columns]
             table.add_row(found.label_name(label), *cells)
         console.print(table)
-    for row in found.comparisons():
-        low, high = row["interval"]
+    for told in found.comparisons():
+        low, high = told["interval"]
         console.print(
-            f"{row['first']} − {row['second']}, {FIGURES[row['figure']]}: {row['mean_difference']:+.4f} "
-            f"[{low:+.4f}, {high:+.4f}], p = {row['p']:.2g}, better on {row['won']} of {row['pairs']} pairs"
+            f"{told['first']} − {told['second']}, {FIGURES[told['figure']]}: {told['mean_difference']:+.4f} "
+            f"[{low:+.4f}, {high:+.4f}], p = {told['p']:.2g}, better on {told['won']} of {told['pairs']} pairs"
         )
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,8 @@ def read_landmarks(path: Path, image: Image) -> Matrix:
     A header may name the columns: `x, y, z` for LPS millimetres (the default), `r, a, s` for RAS millimetres, `i, j, k`
     for indices of the image's voxels, from 0. Other columns are left out.
     """
-    names, rows = "xyz"[: image.dim], []
+    names = "xyz"[: image.dim]
+    rows: list[list[float]] = []
     columns = list(range(image.dim))
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
         words = [word for word in re.split(r"[,;\s]+", line.strip()) if word]
@@ -104,9 +106,9 @@ def read_pairs(path: PathLike) -> list[Pair]:
 
     pairs = []
     for row in rows:
-        files = {name: next(iter(located(row.get(name, ""))), None) for name in FILES}
-        results = {name: located(row.get(name, "")) for name in RESULTS}
-        pairs.append(Pair(row.get("name") or name_of(files["fixed"], files["moving"]), **files, **results))
+        files: dict[str, Any] = {name: next(iter(located(row.get(name, ""))), None) for name in FILES}
+        files |= {name: located(row.get(name, "")) for name in RESULTS}
+        pairs.append(Pair(row.get("name") or name_of(files["fixed"], files["moving"]), **files))
     return _told_apart(pairs, path.parent)
 
 
