@@ -11,7 +11,7 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,38 @@ class Pair:
         if path is None:
             raise ValueError(f"no {side} image is given; expected its path in the column {side!r}")
         return self.read_image(path)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One image of a dataset, and what belongs to it."""
+
+    name: str
+    image: Path
+    labels: Path | None = None
+    mask: Path | None = None
+
+
+def pair_of(fixed: Subject, moving: Subject) -> Pair:
+    """Two subjects as a pair, named by both, the fixed one first."""
+    name = f"{fixed.name}_{moving.name}"
+    return Pair(name, fixed.image, moving.image, fixed.labels, moving.labels, fixed.mask, moving.mask)
+
+
+def every_pair(subjects: Sequence[Subject]) -> list[Pair]:
+    """All ordered pairs of different subjects."""
+    return [pair_of(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
+
+
+def require(files: Sequence[Path], root: Path, layout: str) -> None:
+    """Refuse a folder that lacks some of these files, saying which and what it should look like."""
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is not a folder; expected {layout}")
+    missing = [path for path in files if not path.is_file()]
+    if missing or not files:
+        first = f"lacks {missing[0].relative_to(root)}" if missing else "holds nothing of it"
+        others = f" and {len(missing) - 1} more of {len(files)} files" if len(missing) > 1 else ""
+        raise FileNotFoundError(f"{root} {first}{others}; expected {layout}")
 
 
 def read_pairs(path: PathLike) -> list[Pair]:
