@@ -75,7 +75,7 @@ def evaluate(
         methods = {"transform": evaluation.listed, **methods}
     if out is not None and (out / "scores.json").exists() and not overwrite:
         raise FileExistsError(f"{out} already holds scores.json; choose another folder, or --overwrite")
-    chosen = None if labels is None else _numbers(labels)
+    chosen = (sorted(names) or None) if labels is None else _numbers(labels)
     found = evaluation.evaluate(listed, methods, labels=chosen, names=names, partial=allow_missing_labels, done=_tell)
     _show(found)
     if out is not None:
