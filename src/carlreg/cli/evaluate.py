@@ -23,7 +23,8 @@ def evaluate(
             "--method",
             "-m",
             help="NAME=SOURCE, as often as there are methods: a folder of results, a CSV of pairs with the column "
-            "'transform', a model's name or file, or 'identity'.",
+            "'transform', a model's name or file, a checkpoint of icon_registration (.trch, .pth), or one of identity, "
+            "ants-affine, ants-synquick, greedy, convexadam.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +47,11 @@ def evaluate(
         typer.Option("--out", "-o", help="Folder for scores.csv, scores.json and dice.png.", show_default=False),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Folder for the results of models that register.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder in which what registers here keeps its results; baselines are not run again.",
+            show_default=False,
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace scores that are there.")] = False,
 ) -> None:
@@ -103,12 +108,15 @@ def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[
 
 def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     from carlreg import evaluation
+    from carlreg.baselines import BASELINES, cached, icon
     from carlreg.datasets.pairs import read_pairs
     from carlreg.models import available
 
     path = Path(source)
-    if source == "identity":
-        return evaluation.identity
+    if source in BASELINES:
+        return BASELINES[source] if save is None else cached(BASELINES[source], save)
+    if path.suffix.lower() in (".trch", ".pth", ".pt") and path.is_file():
+        return icon(path, **options)
     if path.is_dir():
         return evaluation.in_folder(path)
     if path.suffix.lower() == ".csv":
@@ -116,7 +124,8 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     if source in ("default", *available()) or path.is_file():
         return evaluation.by_model(source, save=save, **options)
     raise ValueError(
-        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}); expected one"
+        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}) nor a "
+        f"baseline ({', '.join(BASELINES)}); expected one of these"
     )
 
 
