@@ -121,5 +121,5 @@ def test_a_checkpoint_of_icon_registration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as weights"):
         icon(tmp_path / "bad.trch")
     torch.save({"a": torch.zeros(2)}, tmp_path / "other.trch")
-    with pytest.raises(ValueError, match="does not fit a network of icon_registration"):
+    with pytest.raises(ValueError, match="expected a network of icon_registration"):
         icon(tmp_path / "other.trch")

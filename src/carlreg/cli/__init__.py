@@ -15,6 +15,7 @@ import typer
 
 from carlreg import __version__
 from carlreg.cli.evaluate import evaluate
+from carlreg.cli.explain import explain
 from carlreg.cli.models import models
 
 RUNNING, USAGE, INTERRUPTED = 1, 2, 130
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(evaluate)
+app.command()(explain)
 app.add_typer(models, name="models")
 
 
