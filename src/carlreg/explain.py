@@ -202,29 +202,49 @@ def explain(
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A linear map from features to structures, background among them, fitted by least squares."""
+    """A linear map from features to structures, fitted by least squares: for each, 1 inside and 0 outside."""
 
-    labels: tuple[int, ...]  # without 0
-    weights: Tensor  # (C + 1, 1 + number of labels)
+    labels: tuple[int, ...]
+    weights: Tensor  # (C + 1, number of labels)
+    thresholds: Tensor  # (number of labels,)
+    """Heat above which a voxel counts as the structure: those of the best Dice where the probe was trained. Small
+    structures answer weakly, since nearly all voxels ask for 0."""
 
     @classmethod
     def fit(cls, features: Tensor, labels: Tensor, wanted: Sequence[int], *, ridge: float = 1e-6) -> Probe:
         """From features (1, C, *shape) and a label map (1, 1, *shape) on the same grid."""
-        inputs, kinds = _with_one(features), [0, *wanted]
-        flat = torch.where(torch.isin(labels, torch.tensor(wanted).to(labels)), labels, 0).flatten()
-        targets = torch.stack([flat == kind for kind in kinds], dim=-1).to(inputs)
+        inputs, flat = _with_one(features), labels.flatten()
+        targets = torch.stack([flat == label for label in wanted], dim=-1).to(inputs)
         square = inputs.mT @ inputs
         square += ridge * square.diagonal().mean() * torch.eye(len(square)).to(square)
-        return cls(tuple(wanted), torch.linalg.solve(square, inputs.mT @ targets))
+        weights = torch.linalg.solve(square, inputs.mT @ targets)
+        heat = inputs @ weights
+        return cls(
+            tuple(wanted),
+            weights,
+            torch.stack([_best_threshold(*pair) for pair in zip(heat.T, targets.T, strict=True)]),
+        )
 
     def heat(self, features: Tensor) -> Tensor:
-        """How much each structure's direction answers, (1 + number of labels, *shape), the background first."""
+        """How much each structure's direction answers, (number of labels, *shape)."""
         return (_with_one(features) @ self.weights).mT.reshape(-1, *features.shape[2:])
 
     def segment(self, features: Tensor) -> Tensor:
-        """The structure that answers most, (1, 1, *shape)."""
+        """The structure whose heat is furthest above its threshold, 0 where none is: (1, 1, *shape)."""
         kinds = torch.tensor([0, *self.labels], device=features.device)
-        return kinds[self.heat(features).argmax(dim=0)][None, None]
+        above = self.heat(features).movedim(0, -1) / self.thresholds - 1
+        best, which = above.max(dim=-1)
+        return kinds[torch.where(best > 0, which + 1, 0)][None, None]
+
+
+def _best_threshold(heat: Tensor, target: Tensor) -> Tensor:
+    """Of all thresholds the one with the best Dice: 2 |A ∩ B| / (|A| + |B|) for the k hottest voxels, for every k."""
+    order = heat.argsort(descending=True)
+    inside = target[order].cumsum(0)
+    scores = 2 * inside / (torch.arange(1, len(heat) + 1).to(heat) + target.sum())
+    last = int(scores.argmax())
+    following = heat[order[min(last + 1, len(heat) - 1)]]
+    return ((heat[order[last]] + following) / 2).clamp(min=1e-6)
 
 
 @torch.no_grad()
@@ -332,18 +352,21 @@ def draw_certainty(seen: Explanation, certainty: Image) -> bytes:
     return _png(figure)
 
 
-def draw_probe(seen: Explanation, heat: Tensor, scores: dict[int, float], names: dict[int, str]) -> bytes:
-    """The probe's heat for each structure on the fixed image, in the slice where it is largest: a PNG."""
+def draw_probe(
+    seen: Explanation, trained: Probe, heat: Tensor, scores: dict[int, float], names: dict[int, str]
+) -> bytes:
+    """The probe's heat for each structure on the fixed image, in the slice where it is largest, up to twice the
+    structure's threshold: a PNG."""
     fixed = seen.inside.fixed[0, 0].cpu().numpy()
     figure, plots = _figure(1, len(scores))
     for column, (label, score) in enumerate(scores.items()):
-        map_ = heat[1 + column].numpy()
+        map_ = (heat[column] / (2 * trained.thresholds[column])).clamp(0, 1).numpy()
         flat = map_.ndim == 2
-        slices = None if flat else int(map_.clip(0).sum((0, 1)).argmax())
+        slices = None if flat else int(map_.sum((0, 1)).argmax())
         shown = map_ if slices is None else map_[..., slices]
         aspect = _aspect(seen.fixed_lattice(), [0, 1])
         _show(plots[0][column], fixed if slices is None else fixed[..., slices], aspect)
-        _show(plots[0][column], shown, aspect, cmap="hot", vmin=0, vmax=1, alpha=shown.clip(0, 1))
+        _show(plots[0][column], shown, aspect, cmap="hot", vmin=0, vmax=1, alpha=shown)
         plots[0][column].set_title(f"{names.get(label, label)}: Dice {score:.2f}", fontsize=8)
     figure.suptitle(f"linear probe, mean Dice {mean_score(scores):.2f}", fontsize=9)
     return _png(figure)

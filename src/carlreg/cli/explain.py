@@ -67,8 +67,8 @@ def explain(
     }
     if fixed_seg is not None and moving_seg is not None:
         maps = images.read_labels(moving_seg), images.read_labels(fixed_seg)
-        _, heat, scores = inside.probe(seen, *maps, None if labels is None else _numbers(labels))
-        pictures["probe.png"] = inside.draw_probe(seen, heat, scores, {})
+        trained, heat, scores = inside.probe(seen, *maps, None if labels is None else _numbers(labels))
+        pictures["probe.png"] = inside.draw_probe(seen, trained, heat, scores, {})
         report["probe_dice"] = {str(label): score for label, score in scores.items()}
     out.mkdir(parents=True, exist_ok=True)
     images.write(mask, out / "mask.nii.gz", overwrite=overwrite)
