@@ -15,7 +15,7 @@ from test_agreement import state_dict
 from carlreg import register
 from carlreg.baselines import BASELINES, cached, icon
 from carlreg.cli import main
-from carlreg.datasets.pairs import Pair, write_pairs
+from carlreg.datasets.tables import Pair, write_pairs
 from carlreg.evaluation import Result, identity, in_folder, score
 from carlreg.images import Image, from_array, write
 from carlreg.models import from_icon

@@ -58,7 +58,7 @@ def test_the_30_abdomen_pairs_are_the_paper_s() -> None:
 def test_abdomen_pairs_are_found_and_evaluated(abdomen: Path) -> None:
     pairs = abdomen1k.pairs(abdomen)
     assert len(pairs) == 30
-    assert pairs[0].name == "00872_00817"  # fixed first
+    assert pairs[0].name == "00817_to_00872"
     assert pairs[0].moving is not None
     assert pairs[0].moving.name == "Case_00817_0000.nii.gz"
     assert pairs[0].moving_seg == abdomen / "Mask" / "Case_00817.nii.gz"
@@ -220,7 +220,7 @@ def test_learn2reg(tmp_path: Path) -> None:
         volume(tmp_path / name)
         volume(tmp_path / name.replace("images", "labels"), labels=True, values=13, shape=(8, 8, 8))
     pairs = learn2reg.pairs(tmp_path)
-    assert [pair.name for pair in pairs] == ["0001_0002", "0003_0001"]
+    assert [pair.name for pair in pairs] == ["0002_to_0001", "0001_to_0003"]
     assert pairs[0].moving_seg == tmp_path / "labelsTr" / "AbdomenCTCT_0002_0000.nii.gz"
     assert [one.name for one in learn2reg.subjects(tmp_path)] == ["0001", "0002", "0003"]
     assert learn2reg.LABELS[6] == "liver"
@@ -249,7 +249,7 @@ def test_oasis_in_both_layouts(tmp_path: Path) -> None:
         volume(tmp_path / "malc" / "testing-labels" / f"{name}_3_glm.nii.gz", labels=True)
     ours, malc = oasis.pairs(tmp_path / "ours"), oasis.pairs(tmp_path / "malc")
     assert len(ours) == len(malc) == 6
-    assert ours[0].name == "1101_1104"
+    assert ours[0].name == "1104_to_1101"
     assert malc[0].fixed_seg == tmp_path / "malc" / "testing-labels" / "1101_3_glm.nii.gz"
     assert oasis.LABELS[47] == "right hippocampus"
     assert len(oasis.LABELS) == 14

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from carlreg import images, itk
-from carlreg.datasets.pairs import Pair
+from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Method, Result, by_model, identity, in_folder
 from carlreg.images import Image, PathLike, map_points
 from carlreg.itk import WorldTransform

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from carlreg import images, itk
-from carlreg.datasets.pairs import Pair, name_of, stem
+from carlreg.datasets.tables import FILES, Pair, stem
 from carlreg.images import Image, PathLike, _header, _sitk, map_points
 from carlreg.itk import ItkTransform, WorldTransform, _inverse
 from carlreg.metrics import determinant_per_voxel, dice, hd95, mean_score, spread_of_log
@@ -105,7 +106,7 @@ def in_folder(folder: PathLike) -> Method:
     reported = {}
     for report in sorted(root.glob("**/report.json")):
         inputs = _read_json(report).get("inputs", {})
-        reported[tuple(_absolute(inputs.get(side, {}).get("name")) for side in ("fixed", "moving"))] = report.parent
+        reported[tuple(_absolute(_path(inputs, side)) for side in ("fixed", "moving"))] = report.parent
 
     def find(pair: Pair, fixed: Image, moving: Image) -> Result:
         place = reported.get((_absolute(pair.fixed), _absolute(pair.moving)), root / pair.name)
@@ -130,25 +131,27 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
 
 
 def by_model(model: str, *, save: PathLike | None = None, **options: Any) -> Method:
-    """Register again, by `carlreg.register` with these options. Results are kept in `save`, a folder a pair."""
+    """Register again, by `carlreg.register` with these options. Results are kept in `save`, a folder a pair.
+
+    Time is that of the whole call, the reading of the images included.
+    """
 
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:
         from carlreg.product import register
 
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        masks = {f"{side}_mask": getattr(pair, f"{side}_mask") for side in ("fixed", "moving")}
-        registration = register(fixed=fixed, moving=moving, model=model, **masks, **options)
+        # By their paths, so that the report names them; what SimpleITK cannot read is given as it was read.
+        files = {"fixed": pair.fixed, "moving": pair.moving}
+        inputs: dict[str, Any] = files if pair.read_image is images.read else {"fixed": fixed, "moving": moving}
+        masks = {f"{side}_mask": getattr(pair, f"{side}_mask") for side in files}
+        started = time.perf_counter()
+        registration = register(**inputs, model=model, **masks, **options)
+        seconds = time.perf_counter() - started
         if save is not None:
             registration.save(Path(save) / pair.name, overwrite=True)
-        metrics = registration.metrics
-        return Result(
-            registration.transform,
-            registration.inverse,
-            metrics["seconds"],
-            peak_memory(),
-            metrics["inverse_consistency_mm"],
-        )
+        consistency = registration.metrics.get("inverse_consistency_mm", math.nan)
+        return Result(registration.transform, registration.inverse, seconds, peak_memory(), consistency)
 
     return run
 
@@ -208,7 +211,7 @@ def _read_learn2reg(path: Path, fixed: Image, moving: Image) -> WorldTransform:
 
 def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The files of T and of its inverse: in the pair's own folder, or in the common one with the pair in their name."""
-    ids = name_of(*(re.sub(r"^\D+_?|_0000$", "", stem(path or "")) for path in (pair.fixed, pair.moving)))
+    ids = "_".join(re.sub(r"^\D+_?|_0000$", "", stem(path or "")) for path in (pair.fixed, pair.moving))
     candidates = [
         ([place / "transform.h5"], [place / "inverse_transform.h5"]),
         ([place / "warp.nii.gz"], [place / "inverse_warp.nii.gz"]),
@@ -219,7 +222,7 @@ def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], 
             for affine in [Path(f"{start}0GenericAffine.mat")]
         ),
         *(([root / f"{pair.name}{ending}"], []) for ending in (".h5", ".tfm", ".nii.gz")),
-        *(([root / f"disp_{name}.nii.gz"], []) for name in (pair.name, ids)),
+        ([root / f"disp_{ids}.nii.gz"], []),  # Learn2Reg's names have the fixed image first
     ]
     for forward, backward in candidates:
         if all(path.is_file() for path in forward):
@@ -229,22 +232,34 @@ def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], 
 
 def _told(folder: Path) -> dict[str, float]:
     """What the report beside a result says of it."""
-    metrics = _read_json(folder / "report.json").get("metrics", {})
-    wanted = ("seconds", "peak_gib", "inverse_consistency_mm")
-    return {key: float(metrics[key]) for key in wanted if isinstance(metrics.get(key), int | float)}
+    report = _read_json(folder / "report.json")
+    metrics, seconds, memory = (report.get(key) or {} for key in ("metrics", "seconds", "peak_memory_gb"))
+    found = {
+        "seconds": seconds.get("total", metrics.get("seconds")),
+        "peak_gib": memory.get("gpu", memory.get("process", metrics.get("peak_gib"))),
+        "inverse_consistency_mm": metrics.get("inverse_consistency_mm"),
+    }
+    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
 
 
 def pairs_of(folder: PathLike) -> list[Pair]:
-    """The pairs that a folder of results of `carl register` is about, by the images that the reports name."""
+    """The pairs that a folder of results of `carl register` is about, by the files that the reports name."""
     pairs = []
     for report in sorted(Path(folder).glob("**/report.json")):
         inputs = _read_json(report).get("inputs", {})
-        fixed, moving = (inputs.get(side, {}).get("name") for side in ("fixed", "moving"))
         name = str(report.parent.relative_to(folder)) if report.parent != Path(folder) else stem(folder)
-        pairs.append(Pair(name, Path(fixed) if fixed else None, Path(moving) if moving else None))
+        files: dict[str, Any] = {column: _path(inputs, column) for column in FILES}
+        pairs.append(Pair(name, **files))
     if not pairs:
         raise ValueError(f"{folder} holds no report.json of `carl register`; expected results, or give a CSV of pairs")
     return pairs
+
+
+def _path(inputs: dict[str, Any], name: str) -> Path | None:
+    """The file of an input, as a report names it."""
+    described = inputs.get(name, {})
+    path = described.get("path", described.get("name"))
+    return Path(path) if path else None
 
 
 def _absolute(path: PathLike | None) -> str | None:

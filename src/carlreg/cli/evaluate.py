@@ -93,7 +93,7 @@ def evaluate(
 
 def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[list[Any], dict[int, str]]:
     from carlreg import evaluation
-    from carlreg.datasets.pairs import read_pairs
+    from carlreg.datasets.tables import read_pairs
 
     if (pairs is None) == (dataset is None):
         raise typer.BadParameter("expected either a CSV of pairs or a folder of results, or --dataset with --data")
@@ -109,7 +109,7 @@ def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[
 def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     from carlreg import evaluation
     from carlreg.baselines import BASELINES, cached, icon
-    from carlreg.datasets.pairs import read_pairs
+    from carlreg.datasets.tables import read_pairs
     from carlreg.models import available
 
     path = Path(source)

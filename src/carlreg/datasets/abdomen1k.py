@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carlreg.datasets.pairs import Pair, Subject, every_pair, pair_of, require
+from carlreg.datasets.tables import Pair, Subject, every_pair, pair_of, require
 from carlreg.images import Image, PathLike, resize, to_closest_ras
 
 GRID = (175, 175, 175)

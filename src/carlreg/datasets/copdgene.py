@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carlreg.datasets.pairs import Pair, Subject, pair_of, require, stem
+from carlreg.datasets.tables import Pair, Subject, pair_of, require, stem
 from carlreg.images import Image, PathLike, resize, to_closest_ras
 
 GRID = (175, 175, 175)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from carlreg.datasets.copdgene import GRID, preprocess
-from carlreg.datasets.pairs import Pair, Subject, pair_of, require
+from carlreg.datasets.tables import Pair, Subject, pair_of, require
 from carlreg.images import Image, Matrix, PathLike, from_array, map_points
 
 CASES: dict[str, tuple[int, float]] = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carlreg.datasets.pairs import Pair, Subject, pair_of, require
+from carlreg.datasets.tables import Pair, Subject, pair_of, require
 from carlreg.images import Image, PathLike, resize, to_closest_ras
 
 GRID = (130, 155, 130)

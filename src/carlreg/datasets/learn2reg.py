@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from carlreg.datasets.abdomen1k import GRID, preprocess
-from carlreg.datasets.pairs import Pair, Subject, pair_of, require, stem
+from carlreg.datasets.tables import Pair, Subject, pair_of, require, stem
 from carlreg.images import PathLike
 
 LABELS = dict(

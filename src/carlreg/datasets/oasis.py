@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from carlreg.datasets.hcp import GRID, preprocess
-from carlreg.datasets.pairs import Pair, Subject, every_pair, require, stem
+from carlreg.datasets.tables import Pair, Subject, every_pair, require, stem
 from carlreg.images import PathLike
 
 LABELS = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from carlreg.datasets.gif import read_gif
-from carlreg.datasets.pairs import Subject, require, stem
+from carlreg.datasets.tables import Subject, require, stem
 from carlreg.grids import pool
 from carlreg.images import Image, PathLike, from_array
 

@@ -92,8 +92,8 @@ class Subject:
 
 
 def pair_of(fixed: Subject, moving: Subject) -> Pair:
-    """Two subjects as a pair, named by both, the fixed one first."""
-    name = f"{fixed.name}_{moving.name}"
+    """Two subjects as a pair, MOVING_to_FIXED."""
+    name = f"{moving.name}_to_{fixed.name}"
     return Pair(name, fixed.image, moving.image, fixed.labels, moving.labels, fixed.mask, moving.mask)
 
 
@@ -162,8 +162,8 @@ def stem(path: PathLike) -> str:
 
 
 def name_of(fixed: PathLike | None, moving: PathLike | None) -> str:
-    """What a pair is called if it has no name of its own: both files' names, the fixed one first."""
-    return "_".join("?" if path is None else stem(path) for path in (fixed, moving))
+    """What a pair is called if it has no name of its own, as `carl register` calls its folder: MOVING_to_FIXED."""
+    return "_to_".join("?" if path is None else stem(path) for path in (moving, fixed))
 
 
 def _told_apart(pairs: list[Pair], folder: Path) -> list[Pair]:
@@ -177,7 +177,7 @@ def _told_apart(pairs: list[Pair], folder: Path) -> list[Pair]:
         return "-".join([*parents, stem(path)])
 
     return [
-        replace(pair, name=f"{longer(pair.fixed)}_{longer(pair.moving)}") if count[pair.name] > 1 else pair
+        replace(pair, name=f"{longer(pair.moving)}_to_{longer(pair.fixed)}") if count[pair.name] > 1 else pair
         for pair in pairs
     ]
 
