@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import texture
@@ -12,6 +13,7 @@ from torch import Tensor
 from carlreg import Affine, DisplacementField, Identity
 from carlreg.grids import voxel_points
 from carlreg.metrics import (
+    determinant_per_voxel,
     dice,
     folding,
     hd95,
@@ -19,8 +21,11 @@ from carlreg.metrics import (
     jacobian_determinant,
     mean_score,
     sd_log_jacobian,
+    spread_of_log,
     target_registration_error,
 )
+
+sitk = pytest.importorskip("SimpleITK")
 
 
 def ball(side: int, centre: tuple[float, ...], radius: float) -> Tensor:
@@ -65,6 +70,48 @@ def test_hd95_against_all_pairs() -> None:
     assert hd95(first, second, 1) == pytest.approx(expected)
 
 
+def two_blobs() -> tuple[Tensor, Tensor]:
+    """Two structures in each of two label maps, none of them a ball, none at the border."""
+    first = ball(30, (14, 12, 15), 7) + 2 * ball(30, (22, 22, 22), 4)
+    second = ball(30, (15, 14, 13), 6) | ball(30, (15, 19, 13), 3)
+    return first, second + 2 * ball(30, (23, 21, 23), 4) * (1 - second)
+
+
+def as_sitk(labels: Tensor, spacing: tuple[float, ...]) -> object:
+    image = sitk.GetImageFromArray(labels[0, 0].permute(2, 1, 0).numpy().astype(np.uint8))
+    image.SetSpacing(spacing)
+    return image
+
+
+def test_dice_against_simpleitk() -> None:
+    first, second = two_blobs()
+    overlap = sitk.LabelOverlapMeasuresImageFilter()
+    overlap.Execute(as_sitk(first, (1, 1, 1)), as_sitk(second, (1, 1, 1)))
+    for label, score in dice(first, second).items():
+        assert score == pytest.approx(overlap.GetDiceCoefficient(label), abs=1e-12)
+
+
+@pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 1.3, 2.5)])
+def test_hd95_against_the_distance_maps_of_simpleitk(spacing: tuple[float, ...]) -> None:
+    first, second = two_blobs()
+    for label in (1, 2):
+        masks = [as_sitk(labels, spacing) == label for labels in (first, second)]
+        rims = [sitk.LabelContour(mask, fullyConnected=False) for mask in masks]
+        maps = [sitk.SignedMaurerDistanceMap(rim, squaredDistance=False, useImageSpacing=True) for rim in rims]
+        there, back = (
+            np.abs(sitk.GetArrayFromImage(maps[b]))[sitk.GetArrayFromImage(rims[a]) > 0] for a, b in ((0, 1), (1, 0))
+        )
+        expected = max(np.percentile(there, 95), np.percentile(back, 95))
+        assert hd95(first, second, label, spacing=spacing) == pytest.approx(expected, abs=1e-5)
+
+
+def test_hd95_of_a_slab_moved_along_its_normal() -> None:
+    """Every point of each face lies exactly 3 voxels of 2 mm from the other, so the 95th percentile is 6 mm."""
+    first, second = (torch.zeros(1, 1, 20, 8, 8, dtype=torch.int32) for _ in range(2))
+    first[:, :, 4], second[:, :, 7] = 1, 1
+    assert hd95(first, second, 1, spacing=(2, 5, 5)) == 6
+
+
 def test_target_registration_error_of_a_translation() -> None:
     shift = Affine.translation(torch.tensor([[0.1, 0.0, -0.2]], dtype=torch.float64))
     landmarks = torch.rand(1, 7, 3, dtype=torch.float64)
@@ -93,6 +140,41 @@ def test_a_fold_made_by_hand() -> None:
     # Central differences over the step see it at voxels 9 and 10, of the 20 inner ones.
     assert folding(DisplacementField(displacement), image) == pytest.approx(10)
     assert sd_log_jacobian(DisplacementField(displacement), image) > 1
+
+
+def wavy(shape: tuple[int, ...]) -> np.ndarray:
+    """A smooth displacement in voxels with folds: (*shape, 3)."""
+    rng = np.random.default_rng(0)
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), axis=-1)
+    waves = [np.sin(index @ rng.uniform(0.2, 0.5, 3) + rng.uniform(0, 6)) for _ in range(3)]
+    return 2.5 * np.stack(waves, axis=-1)
+
+
+def test_determinants_against_simpleitk() -> None:
+    shape, spacing = (12, 13, 11), (1.5, 0.8, 2.0)
+    field = wavy(shape) * spacing
+    vectors = sitk.GetImageFromArray(np.ascontiguousarray(field.transpose(2, 1, 0, 3)), isVector=True)
+    vectors.SetSpacing(spacing)
+    expected = sitk.GetArrayFromImage(sitk.DisplacementFieldJacobianDeterminant(vectors)).T[1:-1, 1:-1, 1:-1]
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), axis=-1)
+    world = torch.from_numpy(index * spacing + field)[None]
+    ours = determinant_per_voxel(world)[0].numpy() / math.prod(spacing)
+    assert (expected < 0).any()
+    assert np.allclose(ours, expected, atol=1e-5)
+
+
+def test_sd_log_jacobian_by_learn2reg_s_definition() -> None:
+    """np.gradient of a displacement in voxels, plus one on the diagonal; two layers off; log of det + 3."""
+    shape = (12, 13, 11)
+    field = wavy(shape)
+    jacobian = np.stack([np.stack(np.gradient(field[..., i]), axis=-1) for i in range(3)], axis=-2) + np.eye(3)
+    determinants = np.linalg.det(jacobian)[2:-2, 2:-2, 2:-2]
+    expected = np.log((determinants + 3).clip(1e-9, 1e9)).std()
+    unit = torch.from_numpy(field / (np.array(shape) - 1)).movedim(-1, 0)[None]
+    phi = DisplacementField(unit)
+    assert sd_log_jacobian(phi, texture(*shape)) == pytest.approx(expected, rel=1e-6)
+    plain = np.log(determinants.clip(1e-9, 1e9)).std()
+    assert spread_of_log(jacobian_determinant(phi, texture(*shape)), shift=0) == pytest.approx(plain, rel=1e-6)
 
 
 def test_inverse_consistency_of_a_map_and_a_wrong_inverse() -> None:

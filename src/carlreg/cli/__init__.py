@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from carlreg import __version__
+from carlreg.cli.evaluate import evaluate
+from carlreg.cli.explain import explain
 from carlreg.cli.models import models
 from carlreg.cli.train import train
 
@@ -29,6 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(evaluate)
+app.command()(explain)
 app.add_typer(models, name="models")
 app.command("train")(train)
 

@@ -1,1 +1,2 @@
-"""Images on disk as training material: which there are (`manifest`), made ready once (`cache`), drawn (`pairs`)."""
+"""Images on disk: training material (`manifest` lists it, `cache` makes it ready, `pairs` draws from it), and the
+paper's datasets, one file each, which says what it expects on disk."""

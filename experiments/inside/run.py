@@ -1,0 +1,87 @@
+"""A look inside a trained network on real abdominal CT: the paper's figures of attention masks and of linear probes.
+
+    python experiments/inside/run.py ../shared/data/abdomen/val experiments/inside --pairs 12
+
+Writes results.json over the pairs, and for the first of them masks.png (25 random voxels), point.png, certainty.png and
+probe.png. Images and labels are NAME.nii.gz and NAME_labels.nii.gz; pairs are all ordered ones of different subjects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carlreg.datasets import learn2reg, oasis
+from carlreg.explain import draw_certainty, draw_masks, draw_point, draw_probe, explain, probe
+from carlreg.images import read_labels
+from carlreg.models import DEFAULT
+
+ORGANS = [6, 2, 3, 1, 11]
+"""Liver, kidneys, spleen, pancreas: the structures of the paper's probe."""
+NEAR_MM = 30.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    rows: list[dict[str, Any]] = []
+    for number, pair in enumerate(oasis.pairs(arguments.data)[: arguments.pairs]):
+        assert pair.fixed_seg is not None
+        assert pair.moving_seg is not None
+        seen = explain(fixed=pair.fixed, moving=pair.moving, model=arguments.model, device=arguments.device)
+        voxels = seen.random_voxels(25)
+        spreads, near = [], []
+        for voxel in voxels:
+            mask = seen.mask(voxel)
+            _, spread = seen.match(mask)
+            index = np.stack(np.meshgrid(*(np.arange(n) for n in mask.shape), indexing="ij"), axis=-1)
+            world = index @ mask.affine[:-1, :-1].T + mask.affine[:-1, -1]
+            peak = world.reshape(-1, mask.dim)[mask.data.argmax()]
+            near.append(float(mask.data[np.linalg.norm(world - peak, axis=-1) < NEAR_MM].sum()))
+            spreads.append(spread)
+        certainty = seen.certainty()
+        trained, heat, scores = probe(seen, read_labels(pair.moving_seg), read_labels(pair.fixed_seg), ORGANS)
+        rows.append(
+            {
+                "pair": pair.name,
+                "spread_mm_of_25_voxels": {"median": float(np.median(spreads)), "largest": max(spreads)},
+                f"share_within_{NEAR_MM:.0f}_mm_of_the_peak": {"median": float(np.median(near)), "least": min(near)},
+                "spread_mm_of_all_voxels": {"median": float(np.median(certainty.data))},
+                "probe_dice": {learn2reg.LABELS[label]: score for label, score in scores.items()},
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+        if number == 0:
+            point = max(voxels, key=lambda voxel: float(seen.inside.fixed[0, 0][voxel]))
+            pictures = {
+                "masks.png": draw_masks(seen, voxels),
+                "point.png": draw_point(seen, point),
+                "certainty.png": draw_certainty(seen, certainty),
+                "probe.png": draw_probe(seen, trained, heat, scores, learn2reg.LABELS),
+            }
+            for name, picture in pictures.items():
+                (arguments.out / name).write_bytes(picture)
+    probes = {name: float(np.mean([row["probe_dice"][name] for row in rows])) for name in rows[0]["probe_dice"]}
+    report = {
+        "commit": commit,
+        "model": DEFAULT if arguments.model == "default" else arguments.model,
+        "pairs": len(rows),
+        "mean_probe_dice": probes,
+        "rows": rows,
+    }
+    (arguments.out / "results.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

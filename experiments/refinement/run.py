@@ -1,0 +1,61 @@
+"""Ablation of the refinement layers without instance optimisation, in the form of the paper's Table 2.
+
+    python experiments/refinement/run.py ../shared/data/abdomen/val experiments/refinement/abdomen --labels 1,2,3,6,11
+    python experiments/refinement/run.py ../shared/data/brain/val experiments/refinement/brain
+
+One trained network, cut after Ξθ, after Ψ1, after Ψ2 and, where it has one, after Ψ3; each is evaluated on all ordered
+pairs in the images' own space. The paper trained one network further instead of cutting it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from carlreg.datasets import oasis
+from carlreg.evaluation import Scores, by_model, evaluate
+from carlreg.models import DEFAULT, WEIGHTS, load, read_metadata, save
+from carlreg.registration import Downsample, RegistrationAlgorithm, TwoStep
+
+
+def stages(model: RegistrationAlgorithm) -> dict[str, RegistrationAlgorithm]:
+    """The network and what is left of it without its last steps, the shortest first; poolings stay around."""
+    if isinstance(model, Downsample):
+        return {name: Downsample(inner, model.aligned) for name, inner in stages(model.phi).items()}
+    if isinstance(model, TwoStep):
+        before = stages(model.phi)
+        return {**before, f"Ξ and {len(before)} Ψ": model}
+    return {"Ξ alone": model}
+
+
+def tell(scores: Scores) -> None:
+    print(scores.method, scores.pair, *scores.failures, f"{scores.figures['dice']:.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, default=WEIGHTS / f"{DEFAULT}.safetensors")
+    parser.add_argument("--labels", default=",".join(str(label) for label in oasis.LABELS))
+    parser.add_argument("--pairs", type=int, default=10_000)
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    grid = read_metadata(arguments.model)["grid"]
+    labels = [int(word) for word in arguments.labels.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        methods = {}
+        for number, (name, model) in enumerate(stages(load(arguments.model)).items()):
+            path = Path(folder) / f"{number}.safetensors"
+            save(model, path, metadata={"grid": grid})
+            methods[name] = by_model(str(path), io_iterations=0, device=arguments.device)
+        pairs = oasis.pairs(arguments.data)[: arguments.pairs]
+        found = evaluate(pairs, methods, labels=labels, done=tell)
+    found.write(arguments.out, overwrite=True)
+    for method in found.methods:
+        print(method, found.means(method))
+
+
+if __name__ == "__main__":
+    main()

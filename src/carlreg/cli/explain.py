@@ -1,0 +1,90 @@
+"""`carl explain`: where a network looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def explain(
+    fixed: Annotated[Path, typer.Option("--fixed", "-f", help="The fixed image.")],
+    moving: Annotated[Path, typer.Option("--moving", "-m", help="The moving image.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for pictures, maps and report.json.")],
+    point: Annotated[
+        str | None,
+        typer.Option(help="A point of the fixed image, LPS mm: 12,-40.5,130. Else its middle.", show_default=False),
+    ] = None,
+    model: Annotated[str, typer.Option(help="A model's name or file.")] = "default",
+    fixed_seg: Annotated[Path | None, typer.Option(help="Labels of the fixed image.", show_default=False)] = None,
+    moving_seg: Annotated[
+        Path | None, typer.Option(help="Labels of the moving image: with both, a linear probe.", show_default=False)
+    ] = None,
+    labels: Annotated[str | None, typer.Option(help="Probe these labels only: 1,2,6.", show_default=False)] = None,
+    voxels: Annotated[int, typer.Option(help="How many random voxels' masks to draw.", min=1)] = 25,
+    seed: Annotated[int, typer.Option(help="Of the random voxels.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, mps")] = "auto",
+    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+) -> None:
+    """Show how a network matches two images, before its refinements.
+
+    Writes a point's attention on the moving image (mask.nii.gz, point.png), the masks of random voxels (masks.png),
+    the spread of every voxel's attention in mm (certainty.nii.gz, certainty.png), and with labels of both images the
+    heat of a linear probe, trained on the moving image's features, on the fixed one (probe.png).
+    """
+    import json
+
+    from carlreg import explain as inside
+    from carlreg import images
+    from carlreg.cli.evaluate import _numbers
+    from carlreg.images import map_points
+    from carlreg.models import write_atomically
+
+    if (fixed_seg is None) != (moving_seg is None):
+        raise typer.BadParameter("a probe needs the labels of both images: --fixed-seg and --moving-seg")
+    if (out / "report.json").exists() and not overwrite:
+        raise FileExistsError(f"{out} already holds report.json; choose another folder, or --overwrite")
+    seen = inside.explain(fixed=fixed, moving=moving, model=model, device=device)
+    middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
+    voxel = seen.voxel_at(middle if point is None else _point(point, seen.fixed.dim))
+    mask, certainty = seen.mask(voxel), seen.certainty()
+    centre, spread = seen.match(mask)
+    drawn = seen.random_voxels(voxels, seed)
+    spreads = [float(certainty.data[one]) for one in drawn]
+    report: dict[str, Any] = {
+        "model": model,
+        "point_mm": map_points(seen.fixed_lattice(), voxel).tolist(),
+        "match_mm": centre.tolist(),
+        "spread_mm": spread,
+        "random_voxels": len(drawn),
+        "random_voxels_spread_mm": {"mean": sum(spreads) / len(spreads), "largest": max(spreads)},
+    }
+    pictures = {
+        "point.png": inside.draw_point(seen, voxel),
+        "masks.png": inside.draw_masks(seen, drawn),
+        "certainty.png": inside.draw_certainty(seen, certainty),
+    }
+    if fixed_seg is not None and moving_seg is not None:
+        maps = images.read_labels(moving_seg), images.read_labels(fixed_seg)
+        trained, heat, scores = inside.probe(seen, *maps, None if labels is None else _numbers(labels))
+        pictures["probe.png"] = inside.draw_probe(seen, trained, heat, scores, {})
+        report["probe_dice"] = {str(label): score for label, score in scores.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    images.write(mask, out / "mask.nii.gz", overwrite=overwrite)
+    images.write(certainty, out / "certainty.nii.gz", overwrite=overwrite)
+    for name, picture in pictures.items():
+        write_atomically(out / name, picture)
+    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
+    near = ", ".join(f"{x:.1f}" for x in centre)
+    typer.echo(f"the point's match is ({near}) mm, LPS, with a spread of {spread:.1f} mm; pictures are in {out}")
+
+
+def _point(text: str, dim: int) -> list[float]:
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != dim:
+        raise typer.BadParameter(f"--point is {text!r}; expected {dim} numbers: LPS millimetres, by commas")
+    return numbers
