@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.attention import attention_moments
+from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.images import Image, Matrix, map_points, to_closest_ras
 from carlreg.itk import _inverse
@@ -29,7 +29,6 @@ from carlreg.registration import (
     Downsample,
     RegistrationAlgorithm,
     TwoStep,
-    as_vectors,
 )
 
 
@@ -97,7 +96,9 @@ class Inside:
         moving_level, fixed_level = (Level.below(image.shape[2:], poolings) for image in (moving, fixed))
         for _ in poolings:
             moving, fixed = pool(moving), pool(fixed)
-        return cls(xi, moving_level, fixed_level, xi.features(moving), xi.crop(xi.features(fixed)), moving, fixed)
+        features = [scale_to_length(xi.features(image), xi.length) for image in (moving, fixed)]
+        keys, queries = features[0].movedim(-1, 1), xi.crop(features[1]).movedim(-1, 1)
+        return cls(xi, moving_level, fixed_level, keys, queries, moving, fixed)
 
     @property
     def keys(self) -> Grid:
@@ -405,3 +406,8 @@ def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
+
+
+def as_vectors(features: Tensor) -> Tensor:
+    """(B, C, *shape) → (B, voxels, C)."""
+    return features.flatten(2).mT

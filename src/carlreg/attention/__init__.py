@@ -58,12 +58,24 @@ def coordinate_attention(
         precise = torch.promote_types(queries.dtype, torch.float32)
         queries, keys = queries.to(precise), keys.to(precise)
         if length is not None:
-            queries, keys = (f * (length / (1e-3 + f.norm(dim=-1, keepdim=True))) for f in (queries, keys))
+            queries, keys = (scale_to_length(features, length) for features in (queries, keys))
         return BACKENDS[backend](queries, keys, _positions(coords, keys))
 
 
+def scale_to_length(features: Tensor, length: float) -> Tensor:
+    """length · f / (1e-3 + ‖f‖) of vectors (..., C), in float32 at least."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return features * (length / (1e-3 + features.norm(dim=-1, keepdim=True)))
+
+
 def attention_moments(
-    queries: Tensor, keys: Tensor, coords: Grid, *, bound: float | None = None, backend: str = "auto"
+    queries: Tensor,
+    keys: Tensor,
+    coords: Grid,
+    *,
+    bound: float | None = None,
+    length: float | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Mean (B, N, D) and covariance (B, N, D, D) of each query's attention: where its match lies and how sure that is.
 
@@ -71,6 +83,8 @@ def attention_moments(
     """
     _check(queries, keys)
     with torch.no_grad():
+        if length is not None:
+            queries, keys, bound = scale_to_length(queries, length), scale_to_length(keys, length), length**2
         if backend == KERNEL or (backend == "auto" and _choose(queries, coords, bound) == KERNEL):
             from carlreg.attention.kernel import kernel_moments
 
@@ -146,4 +160,4 @@ def _as_grid(coords: Tensor | Grid, keys: Tensor) -> Grid:
     return coords
 
 
-__all__ = ["attention_moments", "coordinate_attention"]
+__all__ = ["attention_moments", "coordinate_attention", "scale_to_length"]
