@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.attention import attention_moments, scale_to_length
@@ -251,8 +250,7 @@ def _best_threshold(heat: Tensor, target: Tensor) -> Tensor:
 @torch.no_grad()
 def encode(xi: CoordinateAttention, image: Tensor) -> Tensor:
     """Conv_θ of an image as Ξθ sees it, (1, C, *shape), before features are scaled to one length."""
-    padding = (xi.padding, xi.padding) * (image.dim() - 2)
-    return xi.crop(xi.encoder(F.pad(image, padding)))
+    return xi.crop(xi.features(image)).movedim(-1, 1)
 
 
 def probe(
