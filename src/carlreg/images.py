@@ -171,11 +171,15 @@ def read(path: PathLike) -> Image:
 
 def read_labels(path: PathLike) -> Image:
     """Read a label map. Integers keep their type; whole numbers stored as floating point become int32."""
-    image = read(path)
+    return as_labels(read(path))
+
+
+def as_labels(image: Image) -> Image:
+    """The same image as a label map: whole numbers stored as floating point become int32."""
     if image.data.dtype.kind != "f":
         return image
     if not np.all((np.abs(image.data) < 2**31) & (image.data == np.rint(image.data))):
-        raise ImageError(f"{path} holds values that are not whole numbers; expected a label map: is it an image?")
+        raise ImageError(f"{image.name} holds values that are not whole numbers; expected a label map: is it an image?")
     return Image(image.data.astype(np.int32), image.affine, image.name)
 
 
@@ -485,7 +489,7 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preproc
             "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
         )
     _check_finite(data, image.name)
-    values = data if mask is None else data[_inside(mask, image)]
+    values = data if mask is None else data[inside(mask, image)]
     if values.min() == values.max():
         where = "" if mask is None else " inside its mask"
         raise ImageError(f"{image.name} is constant{where}: every voxel is {values.min()}; expected an image")
@@ -515,7 +519,7 @@ def _is_ct(data: npt.NDArray[Any]) -> bool:
     return bool(gas >= 0.001 and tissue >= 0.02 and below <= 0.02)
 
 
-def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
+def inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
     """Where the mask is not zero, on the image's voxels: the two must lie on the same grid to a tenth of a voxel."""
     if mask.shape != image.shape:
         raise ImageError(
@@ -528,10 +532,10 @@ def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
             f"{mask.name} lies up to {shift:.3g} mm away from {image.name}; expected a mask on the image's own grid: "
             "resample it"
         )
-    inside = mask.data != 0
-    if not inside.any():
+    chosen = mask.data != 0
+    if not chosen.any():
         raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
-    return cast("npt.NDArray[np.bool_]", inside)
+    return cast("npt.NDArray[np.bool_]", chosen)
 
 
 # ---- the network's grid ---------------------------------------------------------------------------------------------

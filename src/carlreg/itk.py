@@ -46,6 +46,8 @@ PointMap = Callable[[Matrix], Matrix]
 
 SLAB = 2**20
 """Voxels that are worked on at a time."""
+CHEAP = 10
+"""Steps of the plain fixed-point iteration before Newton's, when a transform is inverted."""
 FLATTEST = 0.1
 """An affine part shrinks no direction by more than this: beyond, its inverse would blow the displacements up."""
 
@@ -78,14 +80,34 @@ class WorldTransform:
                 f"{self.lattice.shape} do not fit; expected (D + 1, D + 1), (*shape, D) and (D + 1, D + 1)"
             )
 
+    @classmethod
+    def linear(cls, affine: npt.ArrayLike) -> WorldTransform:
+        """A alone, from a matrix (D + 1, D + 1): files of it hold an affine map and nothing else."""
+        matrix = np.array(affine, dtype=np.float64)
+        dim = len(matrix) - 1
+        if matrix.shape not in ((3, 3), (4, 4)) or not np.array_equal(matrix[-1], np.eye(dim + 1)[-1]):
+            raise TransformError(
+                f"a matrix of shape {matrix.shape} is no affine map; expected (D + 1, D + 1), the last row zeros and a one"
+            )
+        if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
+            raise TransformError("the matrix is singular or not finite; expected an affine map that has an inverse")
+        return cls(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+
     @property
     def dim(self) -> int:
         return self.displacement.ndim - 1
+
+    @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether there is nothing but A."""
+        return not self.displacement.any()
 
     def __call__(self, points: npt.ArrayLike) -> Matrix:
         points = np.asarray(points, dtype=np.float64)
         if points.shape[-1:] != (self.dim,):
             raise TransformError(f"points have shape {points.shape}; expected (..., {self.dim}) for this transform")
+        if self.is_linear:
+            return map_points(self.affine, points)
         return map_points(self.affine, points + np.where(self.covers(points)[..., None], self.continued(points), 0))
 
     def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
@@ -105,11 +127,13 @@ class WorldTransform:
         return torch.from_numpy(np.ascontiguousarray(np.moveaxis(self.displacement, -1, 0), dtype=np.float64))[None]
 
     def to_sitk(self) -> Any:
-        """A SimpleITK CompositeTransform of the affine and the displacement part."""
+        """A SimpleITK CompositeTransform of the affine and the displacement part, or an AffineTransform alone."""
         sitk = _sitk()
         affine = sitk.AffineTransform(self.dim)
         affine.SetMatrix(self.affine[:-1, :-1].ravel().tolist())
         affine.SetTranslation(self.affine[:-1, -1].tolist())
+        if self.is_linear:
+            return affine
         field = _vector_image(self.displacement.astype(np.float64), self.lattice)
         # The last one acts first.
         return sitk.CompositeTransform([affine, sitk.DisplacementFieldTransform(field)])
@@ -120,6 +144,10 @@ class ItkTransform:
     """Any other SimpleITK transform, a B-spline say, on world points. `sample` makes a WorldTransform of it."""
 
     transform: Any  # SimpleITK.Transform
+
+    @property
+    def dim(self) -> int:
+        return int(self.transform.GetDimension())
 
     def __call__(self, points: npt.ArrayLike) -> Matrix:
         points = np.asarray(points, dtype=np.float64)
@@ -177,6 +205,16 @@ def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> Wor
     for rows, points in _slabs(grid):
         shift[rows] = map_points(inverse, points + common + shift[rows]) - points
     return WorldTransform(matrix, shift, grid.index_to_world())
+
+
+def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
+    """x ↦ outer(inner(x)): exact where either is affine, otherwise sampled on the voxels of `grid`."""
+    if isinstance(outer, WorldTransform) and isinstance(inner, WorldTransform):
+        if outer.is_linear:
+            return WorldTransform(outer.affine @ inner.affine, inner.displacement, inner.lattice)
+        if inner.is_linear:
+            return _after_affine(outer, inner.affine)
+    return sample(lambda points: outer(inner(points)), grid)
 
 
 def _slabs(grid: Image) -> Iterator[tuple[slice, Matrix]]:
@@ -238,29 +276,48 @@ def invert(
 
 
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
-    """x with x + u(x) = target, (N, D), by Newton's method; a step that does not help is halved."""
+    """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
+    Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
+    world_to_index = _inverse(transform.lattice)
+    to_world = torch.from_numpy(transform.lattice[:-1, :-1].T).float()
+    field = transform._tensor.float()  # (1, D, *shape), mm
+    field = torch.einsum("ij,bj...->bi...", torch.from_numpy(world_to_index[:-1, :-1]).float(), field).contiguous()
+    unit = torch.tensor(Grid.of(transform.displacement.shape[:-1]).spacing)
+    goal = torch.from_numpy(map_points(world_to_index, target)).float()
 
-    def missed(points: Matrix, of: Any = slice(None)) -> Matrix:
-        return points + transform.continued(points) - target[of]
+    def missed(points: Tensor, of: Tensor) -> Tensor:
+        return points + interpolate(field, (points * unit)[None])[0].mT - goal[of]
 
-    dim, nudge = transform.dim, 1e-3 * float(np.linalg.norm(transform.lattice[:-1, :-1], axis=0).min())
-    best = target - transform.continued(target)
-    residual, step = missed(best), np.ones(len(best))
+    best, active = goal.clone(), torch.arange(len(goal))
+    residual = missed(best, active)
+    error = (residual @ to_world).norm(dim=-1)
+
+    def attempt(trial: Tensor) -> Tensor:
+        """Keep what got better; say which of the active points did."""
+        remaining = missed(trial, active)
+        length = (remaining @ to_world).norm(dim=-1)
+        better = length < error[active]
+        kept = active[better]
+        best[kept], residual[kept], error[kept] = trial[better], remaining[better], length[better]
+        return better
+
+    for _ in range(min(steps, CHEAP)):
+        active = active[error[active] > tolerance]
+        if len(active) == 0:
+            break
+        active = active[attempt(best[active] - residual[active])]
+    dim, step, nudge = transform.dim, torch.ones(len(goal)), 1e-2
     for _ in range(steps):
-        error = np.linalg.norm(residual, axis=-1)
-        (active,) = np.nonzero((error > tolerance) & (step > 1e-3))
-        if not len(active):
+        (active,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
+        if len(active) == 0:
             break
         here, there = best[active], residual[active]
-        slopes = [(missed(here + nudge * axis, active) - there) / nudge for axis in np.eye(dim)]
-        jacobian = np.stack(slopes, axis=-1)
-        jacobian[np.abs(np.linalg.det(jacobian)) < 1e-2] = np.eye(dim)
-        trial = here - step[active, None] * np.linalg.solve(jacobian, there[..., None])[..., 0]
-        remaining = missed(trial, active)
-        better = np.linalg.norm(remaining, axis=-1) < error[active]
-        best[active[better]], residual[active[better]] = trial[better], remaining[better]
-        step[active] = np.where(better, np.minimum(2 * step[active], 1), step[active] / 2)
-    return best
+        slopes = [(missed(here + nudge * axis, active) - there) / nudge for axis in torch.eye(dim)]
+        jacobian = torch.stack(slopes, dim=-1)
+        jacobian[torch.linalg.det(jacobian).abs() < 1e-2] = torch.eye(dim)
+        better = attempt(here - step[active, None] * torch.linalg.solve(jacobian, there[..., None])[..., 0])
+        step[active] = torch.where(better, (2 * step[active]).clamp(max=1), step[active] / 2)
+    return map_points(transform.lattice, best.double().numpy())
 
 
 def apply(
@@ -368,6 +425,53 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
     _write_whole(path, overwrite, save)
 
 
+def write_learn2reg(
+    transform: PointMap, fixed: Image, moving: Image, path: PathLike, *, overwrite: bool = False
+) -> None:
+    """Write `learn2reg`'s displacements as its evaluation reads them: NIfTI of four axes (x, y, z, 3), float32, with
+    the fixed image's header. The file appears whole or not at all.
+
+    >>> write_learn2reg(T, fixed, moving, "disp_0001_0002.nii.gz")
+    """
+    if fixed.dim != 3 or not Path(path).name.lower().endswith((".nii", ".nii.gz")):
+        raise TransformError(f"{path}: Learn2Reg's displacements are 3-D and in NIfTI; expected disp_0001_0002.nii.gz")
+    field = learn2reg(transform, fixed, moving)
+    image = _sitk().GetImageFromArray(np.ascontiguousarray(field.transpose(3, 2, 1, 0)), isVector=False)
+    image.SetSpacing([*fixed.spacing, 1.0])
+    image.SetOrigin([*fixed.affine[:-1, -1].tolist(), 0.0])
+    direction = np.eye(4)
+    direction[:3, :3] = fixed.affine[:-1, :-1] / np.array(fixed.spacing)
+    image.SetDirection(direction.ravel().tolist())
+    _write_whole(path, overwrite, lambda temporary: _sitk().WriteImage(image, str(temporary)))
+
+
+def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
+    """The world map of Learn2Reg's displacements in voxels; `grid` is the fixed image, whose header counts."""
+    name = Path(path)
+    if not is_learn2reg(name):
+        raise TransformError(f"{path} is no NIfTI image of shape (x, y, z, 3); expected Learn2Reg's displacements")
+    field = _sitk().GetArrayFromImage(_sitk().ReadImage(str(name), _sitk().sitkFloat32)).transpose(3, 2, 1, 0)
+    if field.shape[:-1] != grid.shape:
+        raise TransformError(
+            f"{path} is for {field.shape[:-1]} voxels but {grid.name} has {grid.shape}; expected one grid"
+        )
+    displacement = np.ascontiguousarray(field @ grid.affine[:-1, :-1].T, np.float32)
+    return WorldTransform(np.eye(4), displacement, grid.index_to_world())
+
+
+def is_learn2reg(path: PathLike) -> bool:
+    """Whether a file looks like Learn2Reg's displacements: NIfTI, four axes, the last of them three long."""
+    name = Path(path)
+    if not name.is_file() or not name.name.lower().endswith((".nii", ".nii.gz")):
+        return False
+    _check_nifti(name)
+    try:
+        header = _header(name)
+    except RuntimeError:
+        return False
+    return bool(header.GetDimension() == 4 and header.GetSize()[3] == 3 and header.GetNumberOfComponents() == 1)
+
+
 def _write_whole(path: PathLike, overwrite: bool, save: Callable[[Path], object]) -> None:
     """Save under a temporary name in the same folder, then rename."""
     path = Path(path)
@@ -411,13 +515,14 @@ def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
     dim, field, lattice = transform.dim, transform.displacement, transform.lattice
     spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
     direction = lattice[:-1, :-1] / spacing
+    affine = {
+        "TransformType": f"AffineTransform_double_{dim}_{dim}",
+        "TransformFixedParameters": np.zeros(dim),
+        "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
+    }
     parts: list[dict[str, Any]] = [
         {"TransformType": f"CompositeTransform_double_{dim}_{dim}"},
-        {
-            "TransformType": f"AffineTransform_double_{dim}_{dim}",
-            "TransformFixedParameters": np.zeros(dim),
-            "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
-        },
+        affine,
         {
             "TransformType": f"DisplacementFieldTransform_float_{dim}_{dim}",
             "TransformFixedParameters": np.concatenate(
@@ -426,7 +531,7 @@ def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
             "TransformParameters": np.ascontiguousarray(_itk_order(field), np.float32).ravel(),
         },
     ]
-    numbered = {str(number): part for number, part in enumerate(parts)}
+    numbered = {str(number): part for number, part in enumerate([affine] if transform.is_linear else parts)}
     return {"ITKVersion": "5.4.0", "HDFVersion": "1.8.0", "TransformGroup": numbered}
 
 
@@ -524,12 +629,17 @@ def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
         vectors, lattice = _itk_order(_sitk().GetArrayFromImage(image)), _geometry(image)
     if not np.isfinite(vectors).all() or not np.isfinite(before).all() or not np.isfinite(after).all():
         raise TransformError(f"{paths[0]} holds numbers that are not finite; expected a transform: write it again")
-    if not seen or np.array_equal(before, np.eye(dim + 1)):
-        return WorldTransform(after @ before, np.ascontiguousarray(vectors, np.float32), lattice)
-    # A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))
+    whole = WorldTransform(after, np.ascontiguousarray(vectors, np.float32), lattice)
+    return _after_affine(whole, before)
+
+
+def _after_affine(outer: WorldTransform, before: Matrix) -> WorldTransform:
+    """x ↦ T(Bx), exactly: A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))."""
+    if outer.is_linear or np.array_equal(before, np.eye(outer.dim + 1)):
+        return WorldTransform(outer.affine @ before, outer.displacement, outer.lattice)
     undo = _inverse(before)
-    turned = np.ascontiguousarray(vectors @ undo[:-1, :-1].T, np.float32)
-    return WorldTransform(after @ before, turned, undo @ lattice)
+    turned = np.ascontiguousarray(outer.displacement @ undo[:-1, :-1].T, np.float32)
+    return WorldTransform(outer.affine @ before, turned, undo @ outer.lattice)
 
 
 def _read_parts(path: Path) -> list[Any]:
