@@ -456,6 +456,28 @@ def to_closest_ras(image: Image) -> Image:
     return Image(data, image.affine @ old_from_new, image.name)
 
 
+def orientation(image: Image) -> str:
+    """Where each array axis runs to, as letters: "RAS" is right, anterior, superior; the closest ones if oblique."""
+    letters = ("LR", "PA", "IS") if image.dim == 3 else ("LR", "PA")
+    words = []
+    for axis in range(image.dim):
+        cosines = np.diag([-1.0, -1.0, 1.0][: image.dim]) @ image.affine[:-1, axis]
+        row = int(np.abs(cosines).argmax())
+        words.append(letters[row][int(cosines[row] > 0)])
+    return "".join(words)
+
+
+def looks_like_labels(image: Image) -> bool:
+    """Whether an image may be a label map: whole numbers with large flat regions and few values."""
+    data = image.data
+    if data.dtype.kind == "f" and not np.array_equal(data, np.rint(data)):
+        return False
+    flat = np.mean(data[1:] == data[:-1]) if data.shape[0] > 1 else 0.0
+    inner = data[data != 0]
+    same = np.mean((data[1:] == data[:-1])[(data[1:] != 0) & (data[:-1] != 0)]) if inner.size else 1.0
+    return bool(flat > 0.9 and same > 0.6 and len(np.unique(data)) <= 1024)
+
+
 # ---- intensities ----------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ class WorldTransform:
         dim = len(matrix) - 1
         if matrix.shape not in ((3, 3), (4, 4)) or not np.array_equal(matrix[-1], np.eye(dim + 1)[-1]):
             raise TransformError(
-                f"a matrix of shape {matrix.shape} is no affine map; expected (D + 1, D + 1), the last row zeros and a one"
+                f"a matrix of shape {matrix.shape} is no affine map; expected (D + 1, D + 1), last row zeros and a one"
             )
         if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
             raise TransformError("the matrix is singular or not finite; expected an affine map that has an inverse")
@@ -275,6 +275,35 @@ def invert(
     return WorldTransform(undo, shift, grid.index_to_world()), residual
 
 
+def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Matrix, Matrix]:
+    """T⁻¹ at some world points (N, D) of the moving image, and how far T misses each of them from there, in mm: NaN
+    where T⁻¹ lies beyond the lattice of u."""
+    target = np.asarray(points, dtype=np.float64)
+    if transform.is_linear:
+        return map_points(_inverse(transform.affine), target), np.zeros(len(target))
+    found = _solve(transform, map_points(_inverse(transform.affine), target), steps=100, tolerance=1e-4)
+    missed = np.linalg.norm(transform(found) - target, axis=-1)
+    return found, np.where(transform.covers(found), missed, np.nan)
+
+
+def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
+    """det ∇T at the voxels of `grid`, an image in the fixed image's world, by central differences (one-sided at the
+    border), as a float32 image: above 1 where the moving image holds more volume, below 0 where T folds."""
+    if min(grid.shape) < 2:
+        raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
+    moved = np.empty((*grid.shape, grid.dim), np.float32)
+    for rows, points in _slabs(grid):
+        moved[rows] = transform(points) - points  # differences of far points would round
+    undo, result = _inverse(grid.affine)[:-1, :-1], np.empty(grid.shape, np.float32)
+    for rows, _ in _slabs(grid):
+        around = slice(max(rows.start - 1, 0), min(rows.stop + 1, grid.shape[0]))
+        shift = moved[around].astype(np.float64)
+        slopes = np.stack([np.gradient(shift, axis=axis) for axis in range(grid.dim)], axis=-1)
+        inner = slice(rows.start - around.start, rows.stop - around.start)
+        result[rows] = np.linalg.det(np.eye(grid.dim) + slopes[inner] @ undo)
+    return Image(result, grid.index_to_world(), "jacobian")
+
+
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
     """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
     Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
@@ -378,7 +407,7 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
 HDF5 = (".h5", ".hdf5")
 TEXT = (".tfm", ".txt")
 ALONE = (".mat", ".xfm")
-"""Formats of single affine maps, which we read only."""
+"""Formats of single affine maps; the second is only read."""
 
 
 def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite: bool = False) -> None:
@@ -386,12 +415,15 @@ def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite
     displacement, then the affine map. The file appears whole or not at all.
 
     `.h5` holds the displacements as float32, half of what SimpleITK itself would write. `.tfm` is text: for small ones.
+    `.mat` is what ANTs writes for affine maps, and holds nothing else.
 
     >>> write(T, "transform.h5")
     """
     ending = Path(path).suffix.lower()
-    if ending not in HDF5 + TEXT:
-        raise TransformError(f"{path} has the extension {ending!r}; expected .h5 or .tfm for a transform")
+    if ending == ".mat" and not (isinstance(transform, WorldTransform) and transform.is_linear):
+        raise TransformError(f"{path} can hold an affine map only; expected .h5 or .tfm, or the affine part alone")
+    if ending not in (*HDF5, *TEXT, ".mat"):
+        raise TransformError(f"{path} has the extension {ending!r}; expected .h5, .tfm or .mat for a transform")
     if ending in HDF5 and isinstance(transform, WorldTransform):
         tree = _hdf5_tree(transform)
         _write_whole(path, overwrite, lambda temporary: _write_hdf5(temporary, tree))
@@ -470,6 +502,15 @@ def is_learn2reg(path: PathLike) -> bool:
     except RuntimeError:
         return False
     return bool(header.GetDimension() == 4 and header.GetSize()[3] == 3 and header.GetNumberOfComponents() == 1)
+
+
+def is_warp(path: PathLike) -> bool:
+    """Whether a file is an image with as many numbers per voxel as axes."""
+    try:
+        header = _header(Path(path))
+    except RuntimeError:
+        return False
+    return bool(header.GetDimension() in (2, 3) and header.GetNumberOfComponents() == header.GetDimension())
 
 
 def _write_whole(path: PathLike, overwrite: bool, save: Callable[[Path], object]) -> None:

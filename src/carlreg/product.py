@@ -27,11 +27,12 @@ from torch import Tensor
 import carlreg
 from carlreg import images, itk
 from carlreg.grids import interpolate, voxel_points
-from carlreg.images import Image, map_points
+from carlreg.images import Image, Matrix, map_points
 from carlreg.losses import Loss, Similarity, find_similarity
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import DEFAULT, WEIGHTS, available, load, read_metadata, write_atomically
 from carlreg.optimize import Optimized, instance_optimize, optimize_fields
+from carlreg.points import read_points
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm, coordinate_matches
 from carlreg.transforms import Transform, fit_affine, fit_rigid, fit_robustly
@@ -149,6 +150,8 @@ def register(
     moving_mask: Any = None,
     fixed_seg: Any = None,
     moving_seg: Any = None,
+    fixed_landmarks: Any = None,
+    moving_landmarks: Any = None,
     fit_to: FitTo = "network",
     device: str | torch.device = "auto",
     seed: int = 0,
@@ -171,8 +174,9 @@ def register(
     transform file, a transform, or a matrix (D + 1, D + 1). The network then sees the moving image through it, on the
     fixed image's grid; the result contains it.
 
-    Labels (`fixed_seg`, `moving_seg`) are scored before and after; they play no part in the registration. `progress`
-    is told what is being done, `callback(step, loss)` how the optimisation goes.
+    Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
+    they play no part in the registration. `progress` is told what is being done, `callback(step, loss)` how the
+    optimisation goes.
 
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
@@ -213,6 +217,7 @@ def register(
     for side, seg in segs.items():
         if seg is not None and seg.dim != dim:
             raise ValueError(f"the {side} labels are {seg.dim}-D but the images {dim}-D; expected the same")
+    landmarks = _landmarks(fixed_landmarks, moving_landmarks, dim)
     initial = None if initial_transform is None else _as_transform(initial_transform, dim)
     seen = {"fixed": (inputs["fixed"], masks["fixed"]), "moving": _pulled(inputs, masks["moving"], initial)}
     prepared = {side: _prepare(image, mask, loaded.grid, place) for side, (image, mask) in seen.items()}
@@ -280,12 +285,14 @@ def register(
     if segs["moving"] is not None:
         say("labels")
         labels = itk.apply(world, segs["moving"], inputs["fixed"], "nearest")
-    if segs["moving"] is not None and segs["fixed"] is not None:
-        start = itk.WorldTransform.linear(np.eye(dim + 1)) if initial is None else initial
-        for when, map_ in (("before", start), ("after", world)):
+    start = itk.WorldTransform.linear(np.eye(dim + 1)) if initial is None else initial
+    for when, map_ in (("before", start), ("after", world)):
+        if segs["moving"] is not None and segs["fixed"] is not None:
             scores[when] = _dice(itk.apply(map_, segs["moving"], segs["fixed"], "nearest"), segs["fixed"])
             metrics[f"dice_{when}"] = mean_score(scores[when])
-        clock.lap("labels")
+        if landmarks is not None:
+            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(map_(landmarks[0]) - landmarks[1], axis=-1).mean())
+    clock.lap("scores")
 
     sources = {
         "fixed": fixed,
@@ -294,6 +301,8 @@ def register(
         "moving_mask": moving_mask,
         "fixed_seg": fixed_seg,
         "moving_seg": moving_seg,
+        "fixed_landmarks": fixed_landmarks,
+        "moving_landmarks": moving_landmarks,
         "initial_transform": initial_transform,
     }
     settings = {
@@ -390,6 +399,22 @@ def _as_image(source: Any, name: str) -> Image:
     if kind == "nibabel":
         return images.from_nibabel(source, name=name)
     raise TypeError(f"{name} is a {type(source).__name__}; expected a path, an Image, an array, SimpleITK or nibabel")
+
+
+def _landmarks(fixed: Any, moving: Any, dim: int) -> tuple[Matrix, Matrix] | None:
+    """World points (N, D) of both images, the n-th of one lying where the n-th of the other does."""
+    if fixed is None and moving is None:
+        return None
+    if fixed is None or moving is None:
+        raise ValueError("landmarks of one image only were given; expected those of both, in the same order")
+    both = tuple(
+        read_points(source).positions if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
+        for source in (fixed, moving)
+    )
+    shapes = [points.shape for points in both]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] != dim:
+        raise ValueError(f"the landmarks have shapes {shapes[0]} and {shapes[1]}; expected the same, (N, {dim})")
+    return both[0], both[1]
 
 
 def _as_transform(source: Any, dim: int) -> itk.WorldTransform | itk.ItkTransform:
