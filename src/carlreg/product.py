@@ -195,7 +195,12 @@ def register(
     if fixed_seg is not None and moving_seg is None:
         raise ValueError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
     find_similarity(io_sim)
-    say = progress or (lambda _: None)
+
+    def say(text: str) -> None:
+        logger.info("%s", text)
+        if progress is not None:
+            progress(text)
+
     clock = _Clock()
     place = _device(device)
 

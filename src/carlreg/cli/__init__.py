@@ -25,8 +25,8 @@ from carlreg.cli.register import register
 from carlreg.cli.warp import warp
 from carlreg.cli.warp_points import warp_points
 
-RUNNING, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-"""Exit codes: it failed while running, it was called wrongly, it was stopped by the user, or by the system."""
+RUNNING, USAGE = 1, 2
+"""Exit codes: it failed while running, it was called wrongly. By a signal: 128 and its number."""
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no public name for it, and newer ones do not need click
 
 app = typer.Typer(
@@ -66,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _log_to_stderr()
     try:
-        with _terminated_like_interrupted():
+        with _stoppable():
             code = app(args=[_dashes(word) for word in given], prog_name="carl", standalone_mode=False)
     except UsageError as error:
         error.show()
         return USAGE
-    except (KeyboardInterrupt, typer.Abort) as error:
-        by_system = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
-        return _fail("stopped; no unfinished file was left", TERMINATED if by_system else INTERRUPTED)
+    except Stopped as stopped:
+        return _fail("stopped; no unfinished file was left", stopped.code)
     except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
         if logging.getLogger("carlreg").isEnabledFor(logging.DEBUG):
             raise
@@ -81,24 +80,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what is under way cleans up as it does after Ctrl-C."""
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM: what is under way cleans up after itself. Not an Exception, so that nothing goes on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only that one gets signals
         yield
         return
 
-    def stop(*_: object) -> None:
-        raise Terminated
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Stderr(logging.StreamHandler[Any]):
