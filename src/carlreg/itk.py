@@ -126,6 +126,11 @@ class WorldTransform:
     def _tensor(self) -> Tensor:  # (1, D, *shape)
         return torch.from_numpy(np.ascontiguousarray(np.moveaxis(self.displacement, -1, 0), dtype=np.float64))[None]
 
+    @functools.cached_property
+    def _index_tensor(self) -> Tensor:  # (1, D, *shape), in the lattice's own indices
+        turned = self.displacement @ _inverse(self.lattice)[:-1, :-1].T.astype(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(turned, -1, 0)))[None]
+
     def to_sitk(self) -> Any:
         """A SimpleITK CompositeTransform of the affine and the displacement part, or an AffineTransform alone."""
         sitk = _sitk()
@@ -307,45 +312,41 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
     """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
     Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
-    world_to_index = _inverse(transform.lattice)
     to_world = torch.from_numpy(transform.lattice[:-1, :-1].T).float()
-    field = transform._tensor.float()  # (1, D, *shape), mm
-    field = torch.einsum("ij,bj...->bi...", torch.from_numpy(world_to_index[:-1, :-1]).float(), field).contiguous()
     unit = torch.tensor(Grid.of(transform.displacement.shape[:-1]).spacing)
-    goal = torch.from_numpy(map_points(world_to_index, target)).float()
+    goal = torch.from_numpy(map_points(_inverse(transform.lattice), target)).float()
+    field, dim = transform._index_tensor, transform.dim
 
-    def missed(points: Tensor, of: Tensor) -> Tensor:
-        return points + interpolate(field, (points * unit)[None])[0].mT - goal[of]
+    def missed(points: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left of x + u(x) − target, and its length in mm."""
+        left = points + interpolate(field, (points * unit)[None])[0].mT - of
+        return left, (left @ to_world).norm(dim=-1)
 
     best, active = goal.clone(), torch.arange(len(goal))
-    residual = missed(best, active)
-    error = (residual @ to_world).norm(dim=-1)
-
-    def attempt(trial: Tensor) -> Tensor:
-        """Keep what got better; say which of the active points did."""
-        remaining = missed(trial, active)
-        length = (remaining @ to_world).norm(dim=-1)
-        better = length < error[active]
-        kept = active[better]
-        best[kept], residual[kept], error[kept] = trial[better], remaining[better], length[better]
-        return better
-
-    for _ in range(min(steps, CHEAP)):
-        active = active[error[active] > tolerance]
-        if len(active) == 0:
+    here, end = goal, goal
+    residual, error = missed(here, end)
+    step = torch.ones(len(goal))
+    for number in range(CHEAP + steps):
+        trial = here - residual
+        if number >= CHEAP:
+            nudge = 1e-2 * torch.eye(dim)
+            slopes = [(missed(here + nudge[axis], end)[0] - residual) / 1e-2 for axis in range(dim)]
+            jacobian = torch.stack(slopes, dim=-1)
+            jacobian[torch.linalg.det(jacobian).abs() < 1e-2] = torch.eye(dim)
+            trial = here - step[:, None] * torch.linalg.solve(jacobian, residual[..., None])[..., 0]
+        left, length = missed(trial, end)
+        better = length < error
+        here = torch.where(better[:, None], trial, here)
+        residual, error = torch.where(better[:, None], left, residual), torch.where(better, length, error)
+        best[active] = here
+        if number >= CHEAP:
+            step = torch.where(better, (2 * step).clamp(max=1), step / 2)
+        (going,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
+        if len(going) == 0:
             break
-        active = active[attempt(best[active] - residual[active])]
-    dim, step, nudge = transform.dim, torch.ones(len(goal)), 1e-2
-    for _ in range(steps):
-        (active,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
-        if len(active) == 0:
-            break
-        here, there = best[active], residual[active]
-        slopes = [(missed(here + nudge * axis, active) - there) / nudge for axis in torch.eye(dim)]
-        jacobian = torch.stack(slopes, dim=-1)
-        jacobian[torch.linalg.det(jacobian).abs() < 1e-2] = torch.eye(dim)
-        better = attempt(here - step[active, None] * torch.linalg.solve(jacobian, there[..., None])[..., 0])
-        step[active] = torch.where(better, (2 * step[active]).clamp(max=1), step[active] / 2)
+        if len(going) < 0.9 * len(active):  # the others are done: go on with these alone
+            active, here, end, residual = active[going], here[going], end[going], residual[going]
+            error, step = error[going], step[going]
     return map_points(transform.lattice, best.double().numpy())
 
 
