@@ -19,9 +19,9 @@ from torch import Tensor
 from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.images import Image, Matrix, map_points, to_closest_ras
-from carlreg.itk import _inverse
+from carlreg.itk import invert_matrix
 from carlreg.metrics import dice, mean_score
-from carlreg.product import _as_image, _device, _model, _prepare
+from carlreg.product import as_image, choose_device, load_model, prepare
 from carlreg.registration import (
     Augmented,
     CoordinateAttention,
@@ -189,11 +189,11 @@ def explain(
     >>> seen = explain(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> mask = seen.mask(seen.voxel_at((12.0, -40.5, 130.0)))
     """
-    place = _device(device)
-    network, _, shape = _model(model, place)
-    images = [_as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
-    prepared = [_prepare(image, None, shape, place) for image in images]
-    inside = Inside.of(network, prepared[0].tensor, prepared[1].tensor)
+    place = choose_device(device)
+    loaded = load_model(model, place)
+    images = [as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
+    prepared = [prepare(image, None, loaded.grid, place) for image in images]
+    inside = Inside.of(loaded.network, prepared[0].tensor, prepared[1].tensor)
     return Explanation(inside, prepared[1].image, prepared[0].image)
 
 
@@ -294,7 +294,7 @@ def draw_point(seen: Explanation, voxel: Sequence[int]) -> bytes:
     projections, along each axis: a PNG."""
     mask = seen.mask(voxel)
     centre, spread = seen.match(mask)
-    index = np.rint(map_points(_inverse(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
+    index = np.rint(map_points(invert_matrix(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
     padding = seen.inside.xi.padding
     grey = np.pad(seen.inside.moving[0, 0].cpu().numpy(), padding)
     fixed = seen.inside.fixed[0, 0].cpu().numpy()

@@ -123,15 +123,21 @@ def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outsid
     sample = (2 * points - 1).flip(-1)
     if image.dim() == 3:
         image, sample = image[..., None], F.pad(sample, (1, 0))
-    spatial = image.dim() - 2
+    spatial, count, shares = image.dim() - 2, sample.shape[1], torch.get_num_threads()
+    # On a CPU, only the items of a batch are shared between threads: one item's points are handed over as many items.
+    gradient = torch.is_grad_enabled() and (image.requires_grad or points.requires_grad)
+    split = spatial == 3 and not image.is_cuda and not gradient and len(image) == 1 and count > 2**14 and shares > 1
+    if split:
+        sample = F.pad(sample, (0, 0, 0, -count % shares)).reshape(shares, -1, spatial)
+        image = image.expand(shares, *image.shape[1:])
     values = F.grid_sample(
         image,
         sample.reshape(len(sample), *(1,) * (spatial - 1), -1, spatial),
         mode="bilinear" if mode == "linear" else "nearest",
         padding_mode=outside,
         align_corners=True,
-    )
-    return values.flatten(2)
+    ).flatten(2)
+    return values.movedim(0, 1).flatten(1)[None, :, :count] if split else values
 
 
 def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:

@@ -266,7 +266,7 @@ def registration_loss(
     GradICON reads them off there, interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel
     jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
     """
-    measure = _similarity(similarity)
+    measure = find_similarity(similarity)
     ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
     similar = measure(interpolate(moving, ab, outside=outside), fixed, mask=fixed_mask) + measure(
         interpolate(fixed, ba, outside=outside), moving, mask=moving_mask
@@ -291,7 +291,8 @@ def as_field(points: Tensor, transform: Transform, image: Tensor) -> Displacemen
     return DisplacementField((points - voxel_points(image)).movedim(-1, 1), "clamp" if clamped else "mirror")
 
 
-def _similarity(similarity: str | Similarity) -> Similarity:
+def find_similarity(similarity: str | Similarity) -> Similarity:
+    """A similarity by its name, or the function itself."""
     if not isinstance(similarity, str):
         return similarity
     if similarity not in SIMILARITIES:

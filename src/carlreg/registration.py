@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg._checks import check_finite, check_pair
-from carlreg.attention import coordinate_attention
+from carlreg.attention import attention_moments, coordinate_attention
 from carlreg.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
 from carlreg.transforms import (
@@ -212,6 +213,42 @@ class Augmented(RegistrationAlgorithm):
         q = r.map_tensors(exchange_halves) if swapped else self.draw(fixed)
         phi = self.phi.register(warp(moving, r, like=moving), warp(fixed, q, like=fixed), swapped=swapped)
         return compose(r, phi, q.inverse())  # R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """Where coordinate attention found points of the fixed image in the moving one, and how sure it was."""
+
+    points: Tensor  # (B, N, D), fixed unit coordinates
+    targets: Tensor  # (B, N, D), moving unit coordinates
+    covariance: Tensor  # (B, N, D, D), of the attention around each target
+
+
+@torch.no_grad()
+def coordinate_matches(algorithm: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Matches | None:
+    """The matches of the Ξθ that an algorithm starts with, before any refinement; None where it starts otherwise.
+
+    >>> matches = coordinate_matches(model, moving, fixed)
+    """
+    if isinstance(algorithm, TwoStep):
+        return coordinate_matches(algorithm.phi, moving, fixed)
+    if isinstance(algorithm, Downsample):
+        found = coordinate_matches(algorithm.phi, pool(moving), pool(fixed))
+        if found is None or not algorithm.aligned:
+            return found
+        to_moving, to_fixed = _to_coarse(moving).inverse(), _to_coarse(fixed).inverse()
+        scale = to_moving.scale[:, None, :, None] * to_moving.scale[:, None, None, :]
+        return Matches(to_fixed(found.points), to_moving(found.targets), scale * found.covariance)
+    if not isinstance(algorithm, CoordinateAttention):
+        return None
+    mean, covariance = attention_moments(
+        algorithm.crop(algorithm.features(fixed)).flatten(1, -2),
+        algorithm.features(moving).flatten(1, -2),
+        Grid.of(moving.shape[2:]).pad(algorithm.padding),
+        length=algorithm.length,
+    )
+    points = voxel_points(fixed).flatten(1, -2).expand(len(mean), -1, -1)
+    return Matches(points, mean, covariance)
 
 
 def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None:

@@ -40,7 +40,7 @@ from carlreg.models import (
 from carlreg.monitor import Board, is_installed, picture, plot_curves
 from carlreg.networks import Encoder, UNet
 from carlreg.precision import Precision
-from carlreg.product import _device
+from carlreg.product import choose_device
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.training import Progress, Stage, train
 
@@ -184,7 +184,7 @@ def run(
     >>> model = run("scans.csv", "run", Settings(steps=20_000))
     """
     settings, folder, shown = settings or Settings(), Path(out), watch or Watch()
-    place = _device(device)
+    place = choose_device(device)
     count = math.prod(processes(devices, nodes))
     if settings.batch % count:
         raise ValueError(f"a batch of {settings.batch} cannot be shared by {count} processes; expected a multiple")
