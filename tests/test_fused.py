@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from carlreg import DisplacementField, kernels
+from carlreg import DisplacementField, grids, kernels
 from carlreg.grids import Grid, enlarge, interpolate
 from carlreg.losses import gaussian_blur, local_correlation
 from carlreg.networks import Encoder, UNet, conv, conv_by_patches
@@ -218,3 +218,13 @@ def test_local_correlation(shape: tuple[int, ...], far: float, both: bool, monke
         torch.autograd.grad(expected, exact[: 1 + both], upstream.double()),
         tolerance,
     )
+
+
+def test_slopes_at_the_border_without_kernels() -> None:
+    """Sampling by index: at the last voxel the slope is that of the last cell, not that of a fall to zero."""
+    image = torch.tensor([5.0, 6.0, 8.0], dtype=torch.float64).reshape(1, 1, 3)
+    points = torch.tensor([0.0, 0.75, 1.0], dtype=torch.float64).reshape(1, 3, 1).requires_grad_()
+    values = grids._sample_by_index(image, points, "linear", "border")
+    assert values.flatten().tolist() == [5.0, 7.0, 8.0]
+    (slope,) = torch.autograd.grad(values.sum(), points)
+    assert slope.flatten().tolist() == [2.0, 4.0, 4.0]
