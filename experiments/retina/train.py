@@ -172,7 +172,6 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "runs.json"
     result: dict[str, Any] = {
-        "commit": arguments.commit,
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "data_seeds": DATA_SEEDS,
@@ -202,7 +201,7 @@ def main() -> None:
         speed = len(runs) * sum(stage.steps for stage in stages) / seconds
         result["speed"].append({"runs": [run.name for run in runs], "steps_per_second": round(speed, 1)})
         for run in runs:
-            result["runs"].append(run.score(sets["test"]))
+            result["runs"].append({"commit": arguments.commit, **run.score(sets["test"])})
             means = {k: sum(v) / len(v) for k, v in result["runs"][-1]["dice"].items()}
             words = ", ".join(f"{variant} {value:.3f}" for variant, value in means.items())
             print(f"{time.monotonic() - start:.0f} s, {speed:.0f} steps/s, {run.name}: {words}", flush=True)
