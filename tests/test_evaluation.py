@@ -206,7 +206,8 @@ def corrupt(folder: Path, what: str) -> dict[str, str]:
         return good | {"transform": "small.nii.gz"}
     if what == "small transform":
         image, _ = anatomy(FIXED, 0 * SHIFT)
-        itk.write(itk.sample(lambda points: points, from_array(image.data[:10], image.affine)), folder / "s.h5")
+        part = from_array(image.data[:10], image.affine)
+        itk.write(itk.sample(lambda points: points + np.sin(points), part), folder / "s.h5")
         return good | {"transform": "s.h5"}
     if what == "no result":
         return good | {"transform": ""}
