@@ -45,7 +45,7 @@ FIGURES = {
 }
 """What is measured of each pair, and its heading in a table."""
 HIGHER_IS_BETTER = ("dice",)
-BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError, ArithmeticError, LookupError, MemoryError)
 
 
 # ---- results and where they come from -------------------------------------------------------------------------------
