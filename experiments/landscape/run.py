@@ -84,14 +84,10 @@ def landscape(
     return {"loss": losses, "slope": slopes}
 
 
-def capture_radius(shifts: Tensor, slopes: list[float]) -> float:
-    """How far one may start from 0 on either side so that every step on the way leads towards it."""
-    radius = []
-    for sign in (1, -1):
-        ways = sorted((abs(float(t)), s) for t, s in zip(shifts, slopes, strict=True) if sign * float(t) > 1e-6)
-        wrong = [distance for distance, slope in ways if sign * slope <= 0]
-        radius.append(min(wrong, default=ways[-1][0]))
-    return min(radius)
+def towards_zero(shifts: Tensor, slopes: list[float], far: float) -> float:
+    """The share of shifts up to `far` from which a step down the slope leads towards 0, one voxel around it aside."""
+    ways = [float(t) * s > 0 for t, s in zip(shifts, slopes, strict=True) if 0.01 < abs(float(t)) <= far + 1e-6]
+    return sum(ways) / len(ways)
 
 
 def main() -> None:
@@ -99,7 +95,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--points", type=int, default=41)
+    parser.add_argument("--points", type=int, default=31)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -108,19 +104,20 @@ def main() -> None:
         for split in ("train", "test")
     }
     phi, tau = train(sets["train"], arguments.steps, generator), FixedTranslation()
-    pair = sets["test"], elastic(sets["test"], generator)
+    moving = sets["test"].repeat(2, 1, 1, 1)
+    pair = moving, elastic(moving, generator)
     shifts = torch.linspace(-0.3, 0.3, arguments.points)
     found = {
         "τ": landscape(tau, tau, pair, shifts),
         "TwoStep{τ, Φ}": landscape(TwoStep(tau, phi), tau, pair, shifts),
     }
     for values in found.values():
-        values["capture_radius"] = capture_radius(shifts, values["slope"])
+        values["share_towards_0"] = {str(far): towards_zero(shifts, values["slope"], far) for far in (0.1, 0.2, 0.3)}
     arguments.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     report = {"commit": commit, "steps": arguments.steps, "t": shifts.tolist(), "curves": found}
     (arguments.out / "results.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    print({name: values["capture_radius"] for name, values in found.items()})
+    print({name: values["share_towards_0"] for name, values in found.items()})
     draw(report, arguments.out / "landscape.png")
 
 
