@@ -28,7 +28,7 @@ from torch import Tensor
 from carlreg import images, itk
 from carlreg.datasets.tables import FILES, Pair, stem
 from carlreg.images import Image, PathLike, _header, _sitk, map_points
-from carlreg.itk import ItkTransform, WorldTransform, _inverse
+from carlreg.itk import ItkTransform, WorldTransform, invert_matrix
 from carlreg.metrics import determinant_per_voxel, dice, hd95, mean_score, spread_of_log
 from carlreg.models import write_atomically
 
@@ -123,7 +123,7 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
     if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: the affine part is to be inverted, the warp is
         affine, warp = itk.read(backward[0]), itk.read(backward[1])
         if isinstance(affine, WorldTransform):
-            undo = _inverse(affine.affine)
+            undo = invert_matrix(affine.affine)
             inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
     elif backward:
         inverse = read_result(backward, moving, fixed)
@@ -185,7 +185,7 @@ def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
     if path.name.lower().endswith((".nii", ".nii.gz")) and shape != fixed.shape:
         raise ValueError(f"{path} has {_times(shape)} voxels; expected {_times(fixed.shape)}, as the fixed image has")
     ends = np.stack(np.meshgrid(*([0, n - 1] for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, fixed.dim)
-    index = map_points(_inverse(transform.lattice), map_points(fixed.affine, ends))
+    index = map_points(invert_matrix(transform.lattice), map_points(fixed.affine, ends))
     if ((index < -1) | (index > np.array(shape))).any():
         raise ValueError(
             f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "
@@ -397,7 +397,7 @@ def _score_landmarks(scores: Scores, pair: Pair, fixed: Image, moving: Image, tr
         counts = f"{len(points['fixed'])} fixed and {len(points['moving'])} moving landmarks"
         raise ValueError(f"there are {counts}; expected as many, in the same order")
     for side, image in (("fixed", fixed), ("moving", moving)):
-        index = map_points(_inverse(image.affine), points[side])
+        index = map_points(invert_matrix(image.affine), points[side])
         outside = ((index < -0.5) | (index > np.array(image.shape) - 0.5)).any(axis=-1)
         if outside.any():
             first = int(np.flatnonzero(outside)[0])
@@ -435,7 +435,7 @@ def _inconsistency(transform: itk.PointMap, inverse: itk.PointMap, fixed: Image,
     index = np.meshgrid(*(np.arange(0, n, s) for n, s in zip(fixed.shape, steps, strict=True)), indexing="ij")
     points = map_points(fixed.affine, np.stack(index, axis=-1).reshape(-1, fixed.dim))
     moved = transform(points)
-    there = map_points(_inverse(moving.affine), moved)
+    there = map_points(invert_matrix(moving.affine), moved)
     inside = ((there >= -0.5) & (there < np.array(moving.shape) - 0.5)).all(axis=-1)
     if not inside.any():
         return math.nan
