@@ -34,6 +34,7 @@ from carlreg.models import carl
 from carlreg.networks import UNet
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
+from carlreg.training import Stage, TrainingStep
 from carlreg.transforms import Transform
 
 RESULTS = Path(__file__).parent / "results"
@@ -79,7 +80,8 @@ def measure_gpu(quick: bool) -> dict[str, Any]:
             "plain": said(measure_step(carl(), full, pairs=1, learning_rate=2e-5, plain=True)),
         },
         "training_step": {
-            "ours": said(measure_step(carl(refinements=2), training, pairs=4, train=True)),
+            "ours": said(measure_training_step(training, pairs=4)),
+            "without_graph": said(measure_step(carl(refinements=2), training, pairs=4, train=True)),
             "plain": said(measure_step(carl(refinements=2), training, pairs=4, train=True, plain=True)),
         },
         "sweep": [said(measure_side(side)) for side in ((48, 64) if quick else SWEEP)],
@@ -235,6 +237,16 @@ def measure_step(
         optimizer.step()
 
     return {"side": side, "pairs": pairs, "ms": milliseconds(step, 2 if plain else 8), "peak_gb": peak_gb(step)}
+
+
+def measure_training_step(side: int, pairs: int) -> dict[str, Any]:
+    """What `training.train` does at each step: the same, replayed as a CUDA graph."""
+    moving, fixed = images(side, pairs, "cuda")
+    model = trained_like(carl(refinements=2), side, "cuda").train()
+    step = TrainingStep(model, Stage(1), device=moving.device)
+    for _ in range(5):  # until it is captured
+        step(moving, fixed, 1e-4, seed=0)
+    return {"side": side, "pairs": pairs, "ms": milliseconds(lambda: step(moving, fixed, 1e-4, seed=0), 20)}
 
 
 def measure_side(side: int) -> dict[str, Any]:

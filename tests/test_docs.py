@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,12 @@ def test_a_wrong_name_is_noticed() -> None:
     assert code_column("| paper | in code |\n|---|---|\n| ∘ | `a.b` and `c` |\n\n`d.e`") == ["a.b", "c"]
     assert anchors("# The authors' `x` page\n```\n# no\n```\n") == {"the-authors-x-page"}
     assert python_blocks("a\n```python\nx\n```\n```python no-run\ny\n```\n") == ["\n\nx\n"]
+
+
+def test_the_page_of_commands_is_current() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()
+    assert read("docs/commands.md") == written, "run python docs/commands.py"
+    assert "| `--fixed, -f` |" in written
 
 
 # ---- measured figures -----------------------------------------------------------------------------------------------

@@ -78,6 +78,29 @@ def test_against_the_reference(shape: tuple[int, ...], queries: int, width: int)
 
 
 @pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("width", [16, 40])
+@pytest.mark.parametrize("backend", ["triton", "chunked"])
+def test_features_are_scaled_to_a_length(width: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 4·f / (1e-3 + ‖f‖), with gradients to the features before; also where they are next to nothing."""
+    precise = kernel.kernel_attention
+    monkeypatch.setattr(kernel, "kernel_attention", lambda *a: precise(*a, dtype=torch.float32))
+    grid = Grid.of((3, 5, 4))
+    q, k = (f * torch.logspace(-4, 2, f.shape[1], device=DEVICE)[:, None] for f in features("flat", 2, 33, 60, width))
+    q[:, 3] = 0  # as where an image is blank
+    q, k = q.requires_grad_(), k.requires_grad_()
+    answer = coordinate_attention(q, k, grid, length=4.0, backend=backend)
+    q64, k64 = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    scaled = (4 * f / (1e-3 + f.norm(dim=-1, keepdim=True)) for f in (q64, k64))
+    exact = reference_attention(*scaled, grid.points(torch.float64, DEVICE).reshape(1, -1, 3))
+    assert (answer - exact).abs().max() < 1e-5
+    upstream = torch.randn(2, 33, 3, device=DEVICE)
+    ours = torch.autograd.grad(answer, (q, k), upstream)
+    theirs = torch.autograd.grad(exact, (q64, k64), upstream.double())
+    for gradient, expected in zip(ours, theirs, strict=True):
+        assert ((gradient - expected).norm(dim=-1) <= 1e-3 * expected.norm(dim=-1) + 1e-9).all()
+
+
+@pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("shape", [(40,), (6, 11), (4, 5, 6)], ids=str)
 @pytest.mark.parametrize("backend", ["triton", "chunked"])
 def test_moments_against_direct_sums(shape: tuple[int, ...], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +222,13 @@ def test_the_kernel_is_chosen_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The questions asked before it is used, with a GPU of the right kind pretended."""
-    from carlreg import attention
+    from carlreg import kernels
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert attention._why_no_kernel.__wrapped__(0) is None
+    assert kernels.why_none.__wrapped__(0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
-    assert attention._why_no_kernel.__wrapped__(0) == "an old GPU is too old for it"
+    assert kernels.why_none.__wrapped__(0) == "an old GPU is too old for it"
 
 
 def test_largest_logit_leaves_room() -> None:

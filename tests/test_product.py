@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 from pathlib import Path
@@ -9,11 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, randomize
+from torch import Tensor
 
-from carlreg import Registration, gradicon, register, save
+from carlreg import (
+    DisplacementField,
+    Registration,
+    RegistrationAlgorithm,
+    Transform,
+    carl,
+    gradicon,
+    itk,
+    register,
+    save,
+)
 from carlreg.images import Image, from_array, map_points
-from carlreg.product import FILES
+from carlreg.losses import gaussian_blur
+from carlreg.product import FILES, LoadedModel, load_model
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -126,7 +140,7 @@ def test_nothing_is_overwritten_or_half_written(
     monkeypatch.setattr("carlreg.itk.write_warp", full)
     with pytest.raises(OSError, match="No space left"):
         result.save(tmp_path / "other")
-    assert os.listdir(tmp_path / "other") == []
+    assert sorted(os.listdir(tmp_path)) == ["out", "small.safetensors"]
 
 
 def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_path: Path) -> None:
@@ -151,3 +165,200 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
     constant = Image(np.full_like(fixed.data, 7), fixed.affine)
     with pytest.raises(ValueError, match=r"constant|same value"):
         register(fixed=constant, moving=moving, model=model_file)
+
+
+# ---- physical space, with a network that moves things ---------------------------------------------------------------
+
+
+class Bending(RegistrationAlgorithm):
+    """A smooth map that depends on both images, and on each axis in another way."""
+
+    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
+        parts = [gaussian_blur(image, 2.0) for image in (moving, fixed, moving * fixed)]
+        return DisplacementField(0.25 * torch.cat(parts, dim=1) - 0.05)
+
+
+@pytest.fixture(scope="module")
+def moving_network() -> LoadedModel:
+    return LoadedModel(Bending(), (20, 20, 20), {"name": "bending"})
+
+
+def turn(degrees: float, axis: int, shift: tuple[float, ...]) -> np.ndarray:
+    """A rigid motion of the world."""
+    angle, matrix = np.deg2rad(degrees), np.eye(4)
+    a, b = [n for n in range(3) if n != axis]
+    matrix[[a, a, b, b], [a, b, a, b]] = [np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)]
+    matrix[:3, 3] = shift
+    return matrix
+
+
+def restored(image: Image, order: tuple[int, ...], flips: tuple[bool, ...]) -> Image:
+    """The same voxels at the same places, stored in another order."""
+    change = np.zeros((4, 4))
+    change[3, 3] = 1
+    for new, old in enumerate(order):
+        change[old, new] = -1 if flips[new] else 1
+        change[old, 3] = image.shape[old] - 1 if flips[new] else 0
+    data = np.flip(image.data.transpose(order), [axis for axis in range(3) if flips[axis]])
+    return Image(np.ascontiguousarray(data), image.affine @ change)
+
+
+@pytest.fixture(scope="module")
+def unlike() -> tuple[Image, Image]:
+    """Two different images, oblique and anisotropic, in different places."""
+    return blobs((20, 22, 18), oblique((1.5, 1.2, 2.5), (10, -20, 30))), blobs(
+        (18, 20, 24), oblique((2.0, 1.1, 1.4), (-50, 15, 7)), seed=5
+    )
+
+
+def answer(fixed: Image, moving: Image, model: LoadedModel, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    result = register(fixed=fixed, moving=moving, model=model, io_iterations=0)
+    there = result.transform(points)
+    return there, result.inverse(there)
+
+
+def test_moved_headers_move_the_answer(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
+    """G on the moving header gives G ∘ T, G on the fixed one T ∘ G⁻¹; both ways the inverse follows."""
+    fixed, moving = unlike
+    points = map_points(fixed.affine, np.random.default_rng(0).uniform(3, 14, (200, 3)))
+    there, back = answer(fixed, moving, moving_network, points)
+    straight = map_points(moving.unit_to_world() @ fixed.world_to_unit(), points)
+    assert np.linalg.norm(there - straight, axis=1).mean() > 0.5  # the network does something
+    for motion in (turn(12, 2, (30, -100, 5)), turn(-8, 0, (0, 0, 400))):
+        moved = Image(moving.data, motion @ moving.affine)
+        after, after_back = answer(fixed, moved, moving_network, points)
+        assert np.abs(after - map_points(motion, there)).max() < 0.1
+        assert np.abs(after_back - back).max() < 0.1
+        shifted = Image(fixed.data, motion @ fixed.affine)
+        after, _ = answer(shifted, moving, moving_network, map_points(motion, points))
+        assert np.abs(after - there).max() < 0.1
+
+
+def test_however_the_images_are_stored_the_answer_is_one(
+    moving_network: LoadedModel, unlike: tuple[Image, Image]
+) -> None:
+    """All 48 ways, spread over the two images: each way of the one meets another way of the other."""
+    fixed, moving = unlike
+    points = map_points(fixed.affine, np.random.default_rng(0).uniform(3, 14, (200, 3)))
+    there, _ = answer(fixed, moving, moving_network, points)
+    ways = list(itertools.product(itertools.permutations(range(3)), itertools.product((False, True), repeat=3)))
+    for one, other in zip(ways[::4], ways[::-4], strict=True):
+        found, _ = answer(restored(fixed, *one), restored(moving, *other), moving_network, points)
+        assert np.abs(found - there).max() < 0.1
+
+
+def test_points_and_images_agree_in_direction(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
+    fixed, moving = unlike
+    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0)
+    index = np.random.default_rng(1).integers(2, 16, (300, 3))
+    there = result.transform(map_points(fixed.affine, index))
+    nearest = np.rint(map_points(np.linalg.inv(moving.affine), there))
+    close = np.abs(map_points(np.linalg.inv(moving.affine), there) - nearest).max(axis=1) < 0.15
+    inside = ((nearest >= 0) & (nearest < moving.shape)).all(axis=1) & close
+    assert inside.sum() > 3
+    seen = result.warped.data[tuple(index[inside].T)].astype(float)
+    truth = moving.data[tuple(nearest[inside].astype(int).T)].astype(float)
+    assert np.corrcoef(seen, truth)[0, 1] > 0.95
+
+
+def test_the_reported_inverse_error_is_true(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
+    fixed, moving = unlike
+    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0)
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in moving.shape), indexing="ij"), axis=-1)
+    y = map_points(moving.affine, index)
+    x = result.inverse(y)
+    missed = np.linalg.norm(result.transform(x) - y, axis=-1)[result.transform.covers(x)]
+    assert missed.mean() == pytest.approx(result.metrics["inverse_error_mm"], abs=1e-3)
+    assert missed.max() == pytest.approx(result.metrics["inverse_error_max_mm"], abs=1e-3)
+
+
+# ---- rigid, affine, first guesses -----------------------------------------------------------------------------------
+
+
+def test_a_rigid_answer_is_rigid_and_an_affine_one_is_not(unlike: tuple[Image, Image]) -> None:
+    image = torch.rand(1, 1, 20, 20, 20)
+    network = randomize(carl(3, 2, width=8, **SMALL), image, image.flip(2), move=0.7)
+    fixed, moving = unlike
+    options = {"fixed": fixed, "moving": moving, "model": LoadedModel(network, (20, 20, 20), {"name": "random"})}
+    for fit_to in ("network", "attention"):
+        rigid = register(**options, transform="rigid", fit_to=fit_to)
+        affine = register(**options, transform="affine", fit_to=fit_to)
+        for result in (rigid, affine):
+            assert result.transform.is_linear
+            assert np.allclose(result.inverse.affine @ result.transform.affine, np.eye(4))
+        linear = rigid.transform.affine[:3, :3]
+        assert np.allclose(linear @ linear.T, np.eye(3), atol=1e-6)
+        assert np.linalg.det(linear) > 0
+        assert not np.allclose(affine.transform.affine, rigid.transform.affine, atol=1e-2)
+    options["model"] = LoadedModel(gradicon(3, 2, **SMALL), (20, 20, 20), {})
+    with pytest.raises(ValueError, match="no coordinate attention; expected fit_to='network'"):
+        register(**options, transform="rigid", fit_to="attention")
+
+
+@pytest.mark.parametrize("kind", ["rigid", "affine", "deformable"])
+def test_a_first_guess_is_part_of_the_answer(model_file: Path, tmp_path: Path, kind: str) -> None:
+    """The network does nothing, so through the right guess it sees the fixed image itself, and the guess is the answer:
+    however it is given. The image turned by far more than a header could hide."""
+    fixed = blobs((26, 26, 26), np.diag([1.5, 1.5, 1.5, 1]))
+    motion = turn(35, 2, (5, -12, 3))
+    moving = itk.apply(itk.WorldTransform.linear(np.linalg.inv(motion)), fixed, from_array(fixed.data, fixed.affine))
+    itk.write(itk.WorldTransform.linear(motion), tmp_path / "guess.tfm")
+    bent = itk.ItkTransform(itk.WorldTransform.linear(motion).to_sitk())
+    points = map_points(fixed.affine, np.random.default_rng(0).uniform(6, 20, (50, 3)))
+    for guess in (motion, motion.tolist(), tmp_path / "guess.tfm", bent):
+        result = register(
+            fixed=fixed, moving=moving, model=model_file, io_iterations=0, transform=kind, initial_transform=guess
+        )
+        assert np.abs(result.transform(points) - map_points(motion, points)).max() < 1e-2
+        assert np.abs(result.inverse(result.transform(points)) - points).max() < 2e-2
+    assert "initial_transform" in result.report()["inputs"]
+    with pytest.raises(ValueError, match="the initial transform is 2-D but the images are 3-D"):
+        register(fixed=fixed, moving=moving, model=model_file, initial_transform=np.eye(3))
+    with pytest.raises(ValueError, match="singular or not finite"):
+        register(fixed=fixed, moving=moving, model=model_file, initial_transform=np.diag([1, 0, 1, 1]))
+    with pytest.raises(TypeError, match="initial_transform is a int"):
+        register(fixed=fixed, moving=moving, model=model_file, initial_transform=3)
+
+
+def test_landmarks_are_scored(pair: tuple[Image, Image], model_file: Path) -> None:
+    fixed, moving = pair
+    points = map_points(fixed.affine, np.random.default_rng(0).uniform(5, 20, (9, 3)))
+    result = register(
+        fixed=fixed,
+        moving=moving,
+        model=model_file,
+        io_iterations=0,
+        fixed_landmarks=points,
+        moving_landmarks=points + np.array([4, -3, 2]),
+    )
+    assert result.metrics["tre_before_mm"] == pytest.approx(np.sqrt(29))
+    assert result.metrics["tre_after_mm"] < 1e-3
+
+
+# ---- many pairs -----------------------------------------------------------------------------------------------------
+
+
+def resident() -> float:
+    """Megabytes of memory held by this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
+    """Every fifth is optimised over the weights, of which a copy is made."""
+    torch.manual_seed(0)
+    network = carl(2, 2, width=8, **SMALL)
+    loaded = load_model(LoadedModel(network, (32, 32), {"name": "small"}), "cpu")
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    rng = np.random.default_rng(0)
+    held = []
+    for number in range(50):
+        fixed, moving = rng.random((2, 90, 80)).astype(np.float32)
+        steps = {"io_iterations": 0} if number % 5 else {"over": "weights", "io_iterations": 1}
+        result = register(fixed=fixed, moving=moving, model=loaded, device="cpu", **steps)
+        assert np.isfinite(result.warped.data).all()
+        gc.collect()
+        held.append(resident())
+    after = network.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert max(held[40:]) - max(held[5:15]) < 8, held

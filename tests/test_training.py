@@ -10,9 +10,12 @@ import torch
 from conftest import SMALL
 from torch import Tensor
 
-from carlreg import Augmented, RegistrationAlgorithm, carl, gradicon, load, registration_loss
+from carlreg import Augmented, RegistrationAlgorithm, Transform, TwoStep, carl, gradicon, load, registration_loss
+from carlreg.distributed import Team, launch, shared
 from carlreg.grids import Grid
+from carlreg.models import read_metadata
 from carlreg.training import PAPER, Progress, Stage, TrainingError, train
+from carlreg.transforms import fit_affine
 
 
 def blobs(generator: torch.Generator, batch: int = 2) -> Tensor:
@@ -239,3 +242,144 @@ def test_graphs_change_nothing_but_speed(tmp_path: Path) -> None:
         [json.loads(line)["losses"]["total"] for line in (tmp_path / f / "log.jsonl").open()] for f in ("False", "True")
     ]
     assert logs[0] == pytest.approx(logs[1], rel=1e-2)
+
+
+def test_rotations_inside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that answers with the identity, behind R and Q, gives R ∘ Q⁻¹: rotations, each way the other's
+    inverse, new at every step. The file holds the network alone."""
+    from carlreg import training
+
+    seen: list[tuple[Transform, Transform]] = []
+
+    def spy(phi: Transform, inverse: Transform, *images: Tensor, **options: object) -> object:
+        seen.append((phi.detach(), inverse.detach()))
+        return registration_loss(phi, inverse, *images, **options)
+
+    monkeypatch.setattr(training, "registration_loss", spy)
+    torch.manual_seed(0)
+    train(gradicon(2, 2, **SMALL), draw, [Stage(2, learning_rate=0.0, rotate=True)], out=tmp_path)
+    x = torch.rand(2, 50, 2)
+    matrices = []
+    for phi, inverse in seen:
+        assert torch.allclose(phi(inverse(x)), x, atol=1e-5)
+        linear = fit_affine(x, phi(x)).linear  # of an image with equal sides
+        assert torch.allclose(linear @ linear.mT, torch.eye(2).expand(2, 2, 2), atol=1e-4)
+        assert not torch.allclose(linear, torch.eye(2).expand(2, 2, 2), atol=0.1)
+        matrices.append(linear)
+    assert not torch.allclose(matrices[0], matrices[1], atol=0.1)
+    assert type(load(tmp_path / "last.safetensors")) is TwoStep
+
+
+def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:
+    stages = [Stage(2, "diffusion", rotate=True), Stage(3, rotate=True)]
+    whole = train(network(), draw, stages, out=tmp_path / "whole")
+
+    class Killed(Exception):  # noqa: N818
+        pass
+
+    def kill(progress: Progress) -> None:
+        if (progress.stage, progress.step) == (1, 2):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1, callback=kill)
+    model = train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_full_disk_costs_nothing_that_was_saved(tmp_path: Path) -> None:
+    """The operating system itself refuses to write more: the run ends with one line, and goes on when there is room."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    expected = train(network(), draw, [Stage(6)], out=tmp_path / "whole")
+    run = tmp_path / "run"
+
+    def fill(progress: Progress) -> None:
+        if progress.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    try:
+        with pytest.raises(TrainingError, match=r"state\.pt cannot be written: File too large; training has stopped"):
+            train(network(), draw, [Stage(6)], out=run, save_every=2, log_every=1, callback=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in run.iterdir()) == ["last.safetensors", "log.jsonl", "state.pt"]
+    assert torch.load(run / "state.pt", weights_only=True)["step"] == 2
+    model = train(network(), draw, [Stage(6)], out=run, save_every=2, log_every=1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_log_that_was_cut_off_is_mended(tmp_path: Path) -> None:
+    train(network(), draw, [Stage(2)], out=tmp_path, log_every=1, seconds=0)
+    (tmp_path / "log.jsonl").write_text('{"stage": 0, "st')
+    train(network(), draw, [Stage(2)], out=tmp_path, log_every=1)
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()] == [1, 2]
+
+
+def test_folds_are_those_of_the_step(tmp_path: Path) -> None:
+    """A network that has learnt nothing answers with the identity, which has none; attention at random has many."""
+    seen: list[Progress] = []
+    train(gradicon(2, 2, **SMALL), draw, [Stage(1)], out=tmp_path / "identity", callback=seen.append)
+    train(network(), draw, [Stage(1)], out=tmp_path / "random", callback=seen.append)
+    assert seen[0].folds == 0
+    assert seen[1].folds > 10
+
+
+def test_batch_norm_can_be_frozen(tmp_path: Path) -> None:
+    before = network().state_dict()
+    score = iter([0.1, 0.2])
+    options = {"validate": lambda _: next(score), "validate_every": 1, "metadata": {"name": "mine"}}
+    model = train(network(), draw, [Stage(2)], out=tmp_path, freeze_batch_norm=True, **options)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if "running" in name or "num" in name)
+    assert not all(torch.equal(after[name], before[name]) for name in before)
+    assert {read_metadata(tmp_path / f"{name}.safetensors")["name"] for name in ("best", "last")} == {"mine"}
+
+
+TOGETHER = [Stage(2, "diffusion"), Stage(2, rotate=True), Stage(1, refine=True)]
+
+
+def draw_four(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return blobs(generator, 4).double(), blobs(generator, 4).double()
+
+
+def work_together(rank: int, folder: str) -> None:
+    """One of two processes."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    for name, frozen in (("frozen", True), ("free", False)):
+        out = f"{folder}/{name}"
+        model = train(network().double(), shared(draw_four), TOGETHER, out=out, log_every=1, freeze_batch_norm=frozen)
+        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+        torch.save({"weights": model.state_dict(), "gradients": gradients}, f"{folder}/{name}{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    """Half of the batch each, BatchNorm in evaluation mode: the same gradients and weights as from the joined batch.
+    With BatchNorm in training mode, whose statistics are of a part, the two still have the same weights."""
+    torch.multiprocessing.spawn(work_together, (str(tmp_path),), nprocs=2)
+    one = train(network().double(), draw_four, TOGETHER, out=tmp_path / "one", log_every=1, freeze_batch_norm=True)
+    results = [torch.load(tmp_path / f"frozen{rank}.pt", weights_only=True) for rank in range(2)]
+    for name, parameter in one.named_parameters():
+        for result in results:
+            assert torch.allclose(result["gradients"][name], parameter.grad, rtol=1e-8, atol=1e-12), name
+            assert torch.allclose(result["weights"][name], parameter, rtol=0, atol=1e-9), name
+    assert float(parameter.grad.abs().max()) > 0
+    entries = [json.loads(line) for line in (tmp_path / "frozen" / "log.jsonl").open()]
+    assert len(entries) == 5  # of one process alone
+    alone = [json.loads(line) for line in (tmp_path / "one" / "log.jsonl").open()]
+    assert [e["losses"]["total"] for e in entries] == pytest.approx([e["losses"]["total"] for e in alone], rel=1e-9)
+    free = [torch.load(tmp_path / f"free{rank}.pt", weights_only=True)["weights"] for rank in range(2)]
+    assert all(torch.equal(free[0][name], free[1][name]) for name in free[0])
+
+
+def test_parts_of_a_batch(tmp_path: Path) -> None:
+    batch = torch.arange(6)
+    assert Team(1, 3).part(batch).tolist() == [1, 4]
+    assert sorted(torch.cat([Team(rank, 2).part(batch) for rank in range(2)]).tolist()) == batch.tolist()
+    with pytest.raises(ValueError, match="a batch of 6 cannot be shared by 4 processes"):
+        Team(0, 4).part(batch)
+    assert launch(torch.device("cpu")) == (Team(0, 1), torch.device("cpu"))
+    with pytest.raises(ValueError, match="devices is 0"):
+        launch(torch.device("cpu"), 0)

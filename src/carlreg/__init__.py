@@ -57,7 +57,10 @@ _HOME = {
         "warp",
     ],
 }
-_MODULES = {*_HOME, "grids", "images", "itk", "metrics", "networks"}
+_MODULES = {
+    *_HOME,
+    *("augmentation", "datasets", "distributed", "grids", "images", "itk", "metrics", "networks", "points", "runs"),
+}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [

@@ -41,7 +41,7 @@ def ants(kind: str) -> Method:
             backward = [path for path in found["invtransforms"] if path.endswith(".nii.gz")]
             inverse: itk.PointMap | None = None
             if backward and isinstance(transform, WorldTransform):
-                undo, warp = itk._inverse(transform.affine), itk.read(backward)
+                undo, warp = itk.invert_matrix(transform.affine), itk.read(backward)
                 inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
         return Result(transform, inverse, seconds)
 

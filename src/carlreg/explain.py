@@ -14,22 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.attention import attention_moments
+from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.images import Image, Matrix, map_points, to_closest_ras
-from carlreg.itk import _inverse
+from carlreg.itk import invert_matrix
 from carlreg.metrics import dice, mean_score
-from carlreg.product import _as_image, _device, _model, _prepare
+from carlreg.product import as_image, choose_device, load_model, prepare
 from carlreg.registration import (
     Augmented,
     CoordinateAttention,
     Downsample,
     RegistrationAlgorithm,
     TwoStep,
-    as_vectors,
 )
 
 
@@ -97,7 +95,9 @@ class Inside:
         moving_level, fixed_level = (Level.below(image.shape[2:], poolings) for image in (moving, fixed))
         for _ in poolings:
             moving, fixed = pool(moving), pool(fixed)
-        return cls(xi, moving_level, fixed_level, xi.features(moving), xi.crop(xi.features(fixed)), moving, fixed)
+        features = [scale_to_length(xi.features(image), xi.length) for image in (moving, fixed)]
+        keys, queries = features[0].movedim(-1, 1), xi.crop(features[1]).movedim(-1, 1)
+        return cls(xi, moving_level, fixed_level, keys, queries, moving, fixed)
 
     @property
     def keys(self) -> Grid:
@@ -189,11 +189,11 @@ def explain(
     >>> seen = explain(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> mask = seen.mask(seen.voxel_at((12.0, -40.5, 130.0)))
     """
-    place = _device(device)
-    network, _, shape = _model(model, place)
-    images = [_as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
-    prepared = [_prepare(image, None, shape, place) for image in images]
-    inside = Inside.of(network, prepared[0].tensor, prepared[1].tensor)
+    place = choose_device(device)
+    loaded = load_model(model, place)
+    images = [as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
+    prepared = [prepare(image, None, loaded.grid, place) for image in images]
+    inside = Inside.of(loaded.network, prepared[0].tensor, prepared[1].tensor)
     return Explanation(inside, prepared[1].image, prepared[0].image)
 
 
@@ -250,8 +250,7 @@ def _best_threshold(heat: Tensor, target: Tensor) -> Tensor:
 @torch.no_grad()
 def encode(xi: CoordinateAttention, image: Tensor) -> Tensor:
     """Conv_θ of an image as Ξθ sees it, (1, C, *shape), before features are scaled to one length."""
-    padding = (xi.padding, xi.padding) * (image.dim() - 2)
-    return xi.crop(xi.encoder(F.pad(image, padding)))
+    return xi.crop(xi.features(image)).movedim(-1, 1)
 
 
 def probe(
@@ -295,7 +294,7 @@ def draw_point(seen: Explanation, voxel: Sequence[int]) -> bytes:
     projections, along each axis: a PNG."""
     mask = seen.mask(voxel)
     centre, spread = seen.match(mask)
-    index = np.rint(map_points(_inverse(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
+    index = np.rint(map_points(invert_matrix(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
     padding = seen.inside.xi.padding
     grey = np.pad(seen.inside.moving[0, 0].cpu().numpy(), padding)
     fixed = seen.inside.fixed[0, 0].cpu().numpy()
@@ -405,3 +404,8 @@ def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
+
+
+def as_vectors(features: Tensor) -> Tensor:
+    """(B, C, *shape) → (B, voxels, C)."""
+    return features.flatten(2).mT

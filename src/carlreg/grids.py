@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.precision import full_precision
 
 Interpolation = Literal["linear", "nearest"]
@@ -102,14 +103,18 @@ def interpolate(
         raise ValueError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     if not image.is_floating_point() and mode == "linear":
         raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
+    if mode == "linear" and outside == "border" and kernels.sample(image, points):
+        from carlreg.kernels.sampling import sample
+
+        return sample(image, points)
     leading, dtype = points.shape[1:-1], image.dtype
     image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])
     points = points.reshape(len(points), -1, dim).expand(batch, -1, dim).to(image.dtype)
     # PyTorch's kernel adds up gradients in no particular order on a GPU.
     by_index = image.is_cuda and torch.are_deterministic_algorithms_enabled()
-    sample = _sample_by_index if by_index else _sample_by_kernel
-    return sample(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
+    method = _sample_by_index if by_index else _sample_by_kernel
+    return method(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
 
 
 def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
@@ -118,15 +123,21 @@ def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outsid
     sample = (2 * points - 1).flip(-1)
     if image.dim() == 3:
         image, sample = image[..., None], F.pad(sample, (1, 0))
-    spatial = image.dim() - 2
+    spatial, count, shares = image.dim() - 2, sample.shape[1], torch.get_num_threads()
+    # On a CPU, only the items of a batch are shared between threads: one item's points are handed over as many items.
+    gradient = torch.is_grad_enabled() and (image.requires_grad or points.requires_grad)
+    split = spatial == 3 and not image.is_cuda and not gradient and len(image) == 1 and count > 2**14 and shares > 1
+    if split:
+        sample = F.pad(sample, (0, 0, 0, -count % shares)).reshape(shares, -1, spatial)
+        image = image.expand(shares, *image.shape[1:])
     values = F.grid_sample(
         image,
         sample.reshape(len(sample), *(1,) * (spatial - 1), -1, spatial),
         mode="bilinear" if mode == "linear" else "nearest",
         padding_mode=outside,
         align_corners=True,
-    )
-    return values.flatten(2)
+    ).flatten(2)
+    return values.movedim(0, 1).flatten(1)[None, :, :count] if split else values
 
 
 def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:

@@ -171,11 +171,15 @@ def read(path: PathLike) -> Image:
 
 def read_labels(path: PathLike) -> Image:
     """Read a label map. Integers keep their type; whole numbers stored as floating point become int32."""
-    image = read(path)
+    return as_labels(read(path))
+
+
+def as_labels(image: Image) -> Image:
+    """The same image as a label map: whole numbers stored as floating point become int32."""
     if image.data.dtype.kind != "f":
         return image
     if not np.all((np.abs(image.data) < 2**31) & (image.data == np.rint(image.data))):
-        raise ImageError(f"{path} holds values that are not whole numbers; expected a label map: is it an image?")
+        raise ImageError(f"{image.name} holds values that are not whole numbers; expected a label map: is it an image?")
     return Image(image.data.astype(np.int32), image.affine, image.name)
 
 
@@ -452,6 +456,26 @@ def to_closest_ras(image: Image) -> Image:
     return Image(data, image.affine @ old_from_new, image.name)
 
 
+def orientation(image: Image) -> str:
+    """Where each array axis runs to, as letters: "RAS" is right, anterior, superior; the closest ones if oblique."""
+    letters = ("LR", "PA", "IS") if image.dim == 3 else ("LR", "PA")
+    words = []
+    for axis in range(image.dim):
+        cosines = np.diag([-1.0, -1.0, 1.0][: image.dim]) @ image.affine[:-1, axis]
+        row = int(np.abs(cosines).argmax())
+        words.append(letters[row][int(cosines[row] > 0)])
+    return "".join(words)
+
+
+def looks_like_labels(image: Image) -> bool:
+    """Whether an image may be a label map: whole numbers, and neighbours that are mostly the same."""
+    data = image.data
+    if data.dtype.kind == "f" and not np.array_equal(data, np.rint(data)):
+        return False
+    same, inner = data[1:] == data[:-1], (data[1:] != 0) & (data[:-1] != 0)
+    return bool(inner.any() and same.mean() > 0.9 and same[inner].mean() > 0.6)
+
+
 # ---- intensities ----------------------------------------------------------------------------------------------------
 
 
@@ -485,7 +509,7 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preproc
             "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
         )
     _check_finite(data, image.name)
-    values = data if mask is None else data[_inside(mask, image)]
+    values = data if mask is None else data[inside(mask, image)]
     if values.min() == values.max():
         where = "" if mask is None else " inside its mask"
         raise ImageError(f"{image.name} is constant{where}: every voxel is {values.min()}; expected an image")
@@ -515,23 +539,28 @@ def _is_ct(data: npt.NDArray[Any]) -> bool:
     return bool(gas >= 0.001 and tissue >= 0.02 and below <= 0.02)
 
 
-def _inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
+def inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
     """Where the mask is not zero, on the image's voxels: the two must lie on the same grid to a tenth of a voxel."""
-    if mask.shape != image.shape:
+    check_same_grid(mask, image, "a mask")
+    chosen = mask.data != 0
+    if not chosen.any():
+        raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
+    return cast("npt.NDArray[np.bool_]", chosen)
+
+
+def check_same_grid(other: Image, image: Image, what: str) -> None:
+    """Refuse a mask or a label map whose voxels are not the image's, to a tenth of a voxel."""
+    if other.shape != image.shape:
         raise ImageError(
-            f"{mask.name} has {_times(mask.shape)} voxels but {image.name} has {_times(image.shape)}; expected a mask "
-            "on the image's own grid: resample it"
+            f"{other.name} has {_times(other.shape)} voxels but {image.name} has {_times(image.shape)}; expected "
+            f"{what} on the image's own grid: resample it"
         )
-    shift = _largest_shift(mask.affine, image)
+    shift = _largest_shift(other.affine, image)
     if shift > 0.1 * min(image.spacing):
         raise ImageError(
-            f"{mask.name} lies up to {shift:.3g} mm away from {image.name}; expected a mask on the image's own grid: "
+            f"{other.name} lies up to {shift:.3g} mm away from {image.name}; expected {what} on the image's own grid: "
             "resample it"
         )
-    inside = mask.data != 0
-    if not inside.any():
-        raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
-    return cast("npt.NDArray[np.bool_]", inside)
 
 
 # ---- the network's grid ---------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ PointMap = Callable[[Matrix], Matrix]
 
 SLAB = 2**20
 """Voxels that are worked on at a time."""
+CHEAP = 10
+"""Steps of the plain fixed-point iteration before Newton's, when a transform is inverted."""
 FLATTEST = 0.1
 """An affine part shrinks no direction by more than this: beyond, its inverse would blow the displacements up."""
 
@@ -78,25 +80,45 @@ class WorldTransform:
                 f"{self.lattice.shape} do not fit; expected (D + 1, D + 1), (*shape, D) and (D + 1, D + 1)"
             )
 
+    @classmethod
+    def linear(cls, affine: npt.ArrayLike) -> WorldTransform:
+        """A alone, from a matrix (D + 1, D + 1): files of it hold an affine map and nothing else."""
+        matrix = np.array(affine, dtype=np.float64)
+        dim = len(matrix) - 1
+        if matrix.shape not in ((3, 3), (4, 4)) or not np.array_equal(matrix[-1], np.eye(dim + 1)[-1]):
+            raise TransformError(
+                f"a matrix of shape {matrix.shape} is no affine map; expected (D + 1, D + 1), last row zeros and a one"
+            )
+        if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
+            raise TransformError("the matrix is singular or not finite; expected an affine map that has an inverse")
+        return cls(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+
     @property
     def dim(self) -> int:
         return self.displacement.ndim - 1
+
+    @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether there is nothing but A."""
+        return not self.displacement.any()
 
     def __call__(self, points: npt.ArrayLike) -> Matrix:
         points = np.asarray(points, dtype=np.float64)
         if points.shape[-1:] != (self.dim,):
             raise TransformError(f"points have shape {points.shape}; expected (..., {self.dim}) for this transform")
+        if self.is_linear:
+            return map_points(self.affine, points)
         return map_points(self.affine, points + np.where(self.covers(points)[..., None], self.continued(points), 0))
 
     def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) lie on the displacement's lattice, its outer half voxel included."""
-        index = map_points(_inverse(self.lattice), points)
+        index = map_points(invert_matrix(self.lattice), points)
         inside = (index >= -0.5) & (index < np.array(self.displacement.shape[:-1]) - 0.5)
         return np.asarray(inside.all(axis=-1))
 
     def continued(self, points: Matrix) -> Matrix:
         """u at world points (..., D), continued by its border values for ever."""
-        unit = map_points(_inverse(self.lattice), points) * Grid.of(self.displacement.shape[:-1]).spacing
+        unit = map_points(invert_matrix(self.lattice), points) * Grid.of(self.displacement.shape[:-1]).spacing
         values = interpolate(self._tensor, torch.from_numpy(unit).reshape(1, -1, self.dim))
         return np.asarray(values[0].numpy().T.reshape(points.shape))
 
@@ -104,12 +126,19 @@ class WorldTransform:
     def _tensor(self) -> Tensor:  # (1, D, *shape)
         return torch.from_numpy(np.ascontiguousarray(np.moveaxis(self.displacement, -1, 0), dtype=np.float64))[None]
 
+    @functools.cached_property
+    def _index_tensor(self) -> Tensor:  # (1, D, *shape), in the lattice's own indices
+        turned = self.displacement @ invert_matrix(self.lattice)[:-1, :-1].T.astype(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(turned, -1, 0)))[None]
+
     def to_sitk(self) -> Any:
-        """A SimpleITK CompositeTransform of the affine and the displacement part."""
+        """A SimpleITK CompositeTransform of the affine and the displacement part, or an AffineTransform alone."""
         sitk = _sitk()
         affine = sitk.AffineTransform(self.dim)
         affine.SetMatrix(self.affine[:-1, :-1].ravel().tolist())
         affine.SetTranslation(self.affine[:-1, -1].tolist())
+        if self.is_linear:
+            return affine
         field = _vector_image(self.displacement.astype(np.float64), self.lattice)
         # The last one acts first.
         return sitk.CompositeTransform([affine, sitk.DisplacementFieldTransform(field)])
@@ -121,6 +150,10 @@ class ItkTransform:
 
     transform: Any  # SimpleITK.Transform
 
+    @property
+    def dim(self) -> int:
+        return int(self.transform.GetDimension())
+
     def __call__(self, points: npt.ArrayLike) -> Matrix:
         points = np.asarray(points, dtype=np.float64)
         moved = [self.transform.TransformPoint(point) for point in points.reshape(-1, points.shape[-1]).tolist()]
@@ -130,7 +163,7 @@ class ItkTransform:
         return self.transform
 
 
-def _inverse(matrix: Matrix) -> Matrix:
+def invert_matrix(matrix: Matrix) -> Matrix:
     return np.asarray(np.linalg.inv(matrix), dtype=np.float64)
 
 
@@ -173,10 +206,20 @@ def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> Wor
     for rows, points in _slabs(grid):
         shift[rows] = function(points) - points - common
     matrix = _fit(grid, shift, common) if affine is None else np.array(affine, dtype=np.float64)
-    inverse = _inverse(matrix)
+    inverse = invert_matrix(matrix)
     for rows, points in _slabs(grid):
         shift[rows] = map_points(inverse, points + common + shift[rows]) - points
     return WorldTransform(matrix, shift, grid.index_to_world())
+
+
+def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
+    """x ↦ outer(inner(x)): exact where either is affine, otherwise sampled on the voxels of `grid`."""
+    if isinstance(outer, WorldTransform) and isinstance(inner, WorldTransform):
+        if outer.is_linear:
+            return WorldTransform(outer.affine @ inner.affine, inner.displacement, inner.lattice)
+        if inner.is_linear:
+            return _after_affine(outer, inner.affine)
+    return sample(lambda points: outer(inner(points)), grid)
 
 
 def _slabs(grid: Image) -> Iterator[tuple[slice, Matrix]]:
@@ -225,7 +268,7 @@ def invert(
     >>> inverse, residual = invert(T, moving)
     >>> np.nanmax(residual)
     """
-    undo = _inverse(transform.affine)
+    undo = invert_matrix(transform.affine)
     shift, residual = np.empty((*grid.shape, grid.dim), np.float32), np.empty(grid.shape, np.float32)
     for rows, points in _slabs(grid):
         # A(x + u(x)) = y is x + u(x) = A⁻¹ y.
@@ -237,30 +280,74 @@ def invert(
     return WorldTransform(undo, shift, grid.index_to_world()), residual
 
 
+def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Matrix, Matrix]:
+    """T⁻¹ at some world points (N, D) of the moving image, and how far T misses each of them from there, in mm: NaN
+    where T⁻¹ lies beyond the lattice of u."""
+    target = np.asarray(points, dtype=np.float64)
+    if transform.is_linear:
+        return map_points(invert_matrix(transform.affine), target), np.zeros(len(target))
+    found = _solve(transform, map_points(invert_matrix(transform.affine), target), steps=100, tolerance=1e-4)
+    missed = np.linalg.norm(transform(found) - target, axis=-1)
+    return found, np.where(transform.covers(found), missed, np.nan)
+
+
+def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
+    """det ∇T at the voxels of `grid`, an image in the fixed image's world, by central differences (one-sided at the
+    border), as a float32 image: above 1 where the moving image holds more volume, below 0 where T folds."""
+    if min(grid.shape) < 2:
+        raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
+    moved = np.empty((*grid.shape, grid.dim), np.float32)
+    for rows, points in _slabs(grid):
+        moved[rows] = transform(points) - points  # differences of far points would round
+    undo, result = invert_matrix(grid.affine)[:-1, :-1], np.empty(grid.shape, np.float32)
+    for rows, _ in _slabs(grid):
+        around = slice(max(rows.start - 1, 0), min(rows.stop + 1, grid.shape[0]))
+        shift = moved[around].astype(np.float64)
+        slopes = np.stack([np.gradient(shift, axis=axis) for axis in range(grid.dim)], axis=-1)
+        inner = slice(rows.start - around.start, rows.stop - around.start)
+        result[rows] = np.linalg.det(np.eye(grid.dim) + slopes[inner] @ undo)
+    return Image(result, grid.index_to_world(), "jacobian")
+
+
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
-    """x with x + u(x) = target, (N, D), by Newton's method; a step that does not help is halved."""
+    """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
+    Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
+    to_world = torch.from_numpy(transform.lattice[:-1, :-1].T).float()
+    unit = torch.tensor(Grid.of(transform.displacement.shape[:-1]).spacing)
+    goal = torch.from_numpy(map_points(invert_matrix(transform.lattice), target)).float()
+    field, dim = transform._index_tensor, transform.dim
 
-    def missed(points: Matrix, of: Any = slice(None)) -> Matrix:
-        return points + transform.continued(points) - target[of]
+    def missed(points: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left of x + u(x) − target, and its length in mm."""
+        left = points + interpolate(field, (points * unit)[None])[0].mT - of
+        return left, (left @ to_world).norm(dim=-1)
 
-    dim, nudge = transform.dim, 1e-3 * float(np.linalg.norm(transform.lattice[:-1, :-1], axis=0).min())
-    best = target - transform.continued(target)
-    residual, step = missed(best), np.ones(len(best))
-    for _ in range(steps):
-        error = np.linalg.norm(residual, axis=-1)
-        (active,) = np.nonzero((error > tolerance) & (step > 1e-3))
-        if not len(active):
+    best, active = goal.clone(), torch.arange(len(goal))
+    here, end = goal, goal
+    residual, error = missed(here, end)
+    step = torch.ones(len(goal))
+    for number in range(CHEAP + steps):
+        trial = here - residual
+        if number >= CHEAP:
+            nudge = 1e-2 * torch.eye(dim)
+            slopes = [(missed(here + nudge[axis], end)[0] - residual) / 1e-2 for axis in range(dim)]
+            jacobian = torch.stack(slopes, dim=-1)
+            jacobian[torch.linalg.det(jacobian).abs() < 1e-2] = torch.eye(dim)
+            trial = here - step[:, None] * torch.linalg.solve(jacobian, residual[..., None])[..., 0]
+        left, length = missed(trial, end)
+        better = length < error
+        here = torch.where(better[:, None], trial, here)
+        residual, error = torch.where(better[:, None], left, residual), torch.where(better, length, error)
+        best[active] = here
+        if number >= CHEAP:
+            step = torch.where(better, (2 * step).clamp(max=1), step / 2)
+        (going,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
+        if len(going) == 0:
             break
-        here, there = best[active], residual[active]
-        slopes = [(missed(here + nudge * axis, active) - there) / nudge for axis in np.eye(dim)]
-        jacobian = np.stack(slopes, axis=-1)
-        jacobian[np.abs(np.linalg.det(jacobian)) < 1e-2] = np.eye(dim)
-        trial = here - step[active, None] * np.linalg.solve(jacobian, there[..., None])[..., 0]
-        remaining = missed(trial, active)
-        better = np.linalg.norm(remaining, axis=-1) < error[active]
-        best[active[better]], residual[active[better]] = trial[better], remaining[better]
-        step[active] = np.where(better, np.minimum(2 * step[active], 1), step[active] / 2)
-    return best
+        if len(going) < 0.9 * len(active):  # the others are done: go on with these alone
+            active, here, end, residual = active[going], here[going], end[going], residual[going]
+            error, step = error[going], step[going]
+    return map_points(transform.lattice, best.double().numpy())
 
 
 def apply(
@@ -283,7 +370,7 @@ def apply(
     whole = result.dtype.kind in "iu"
     if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
         raise ValueError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
-    world_to_index, sides = _inverse(image.affine), np.array(image.shape)
+    world_to_index, sides = invert_matrix(image.affine), np.array(image.shape)
     tensor = torch.from_numpy(image.data.astype(np.float64))[None, None] if interpolation == "linear" else None
     for rows, points in _slabs(like):
         index = map_points(world_to_index, transform(points))
@@ -310,7 +397,7 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
             "expected one grid, where a displacement in voxels has a meaning: resample one to the other's"
         )
     field = np.empty((*fixed.shape, fixed.dim), np.float32)
-    undo = _inverse(moving.affine)[:-1, :-1]
+    undo = invert_matrix(moving.affine)[:-1, :-1]
     for rows, points in _slabs(fixed):
         field[rows] = (transform(points) - points) @ undo.T
     return field
@@ -321,7 +408,7 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
 HDF5 = (".h5", ".hdf5")
 TEXT = (".tfm", ".txt")
 ALONE = (".mat", ".xfm")
-"""Formats of single affine maps, which we read only."""
+"""Formats of single affine maps; the second is only read."""
 
 
 def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite: bool = False) -> None:
@@ -329,12 +416,15 @@ def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite
     displacement, then the affine map. The file appears whole or not at all.
 
     `.h5` holds the displacements as float32, half of what SimpleITK itself would write. `.tfm` is text: for small ones.
+    `.mat` is what ANTs writes for affine maps, and holds nothing else.
 
     >>> write(T, "transform.h5")
     """
     ending = Path(path).suffix.lower()
-    if ending not in HDF5 + TEXT:
-        raise TransformError(f"{path} has the extension {ending!r}; expected .h5 or .tfm for a transform")
+    if ending == ".mat" and not (isinstance(transform, WorldTransform) and transform.is_linear):
+        raise TransformError(f"{path} can hold an affine map only; expected .h5 or .tfm, or the affine part alone")
+    if ending not in (*HDF5, *TEXT, ".mat"):
+        raise TransformError(f"{path} has the extension {ending!r}; expected .h5, .tfm or .mat for a transform")
     if ending in HDF5 and isinstance(transform, WorldTransform):
         tree = _hdf5_tree(transform)
         _write_whole(path, overwrite, lambda temporary: _write_hdf5(temporary, tree))
@@ -366,6 +456,62 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
             )
 
     _write_whole(path, overwrite, save)
+
+
+def write_learn2reg(
+    transform: PointMap, fixed: Image, moving: Image, path: PathLike, *, overwrite: bool = False
+) -> None:
+    """Write `learn2reg`'s displacements as its evaluation reads them: NIfTI of four axes (x, y, z, 3), float32, with
+    the fixed image's header. The file appears whole or not at all.
+
+    >>> write_learn2reg(T, fixed, moving, "disp_0001_0002.nii.gz")
+    """
+    if fixed.dim != 3 or not Path(path).name.lower().endswith((".nii", ".nii.gz")):
+        raise TransformError(f"{path}: Learn2Reg's displacements are 3-D and in NIfTI; expected disp_0001_0002.nii.gz")
+    field = learn2reg(transform, fixed, moving)
+    image = _sitk().GetImageFromArray(np.ascontiguousarray(field.transpose(3, 2, 1, 0)), isVector=False)
+    image.SetSpacing([*fixed.spacing, 1.0])
+    image.SetOrigin([*fixed.affine[:-1, -1].tolist(), 0.0])
+    direction = np.eye(4)
+    direction[:3, :3] = fixed.affine[:-1, :-1] / np.array(fixed.spacing)
+    image.SetDirection(direction.ravel().tolist())
+    _write_whole(path, overwrite, lambda temporary: _sitk().WriteImage(image, str(temporary)))
+
+
+def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
+    """The world map of Learn2Reg's displacements in voxels; `grid` is the fixed image, whose header counts."""
+    name = Path(path)
+    if not is_learn2reg(name):
+        raise TransformError(f"{path} is no NIfTI image of shape (x, y, z, 3); expected Learn2Reg's displacements")
+    field = _sitk().GetArrayFromImage(_sitk().ReadImage(str(name), _sitk().sitkFloat32)).transpose(3, 2, 1, 0)
+    if field.shape[:-1] != grid.shape:
+        raise TransformError(
+            f"{path} is for {field.shape[:-1]} voxels but {grid.name} has {grid.shape}; expected one grid"
+        )
+    displacement = np.ascontiguousarray(field @ grid.affine[:-1, :-1].T, np.float32)
+    return WorldTransform(np.eye(4), displacement, grid.index_to_world())
+
+
+def is_learn2reg(path: PathLike) -> bool:
+    """Whether a file looks like Learn2Reg's displacements: NIfTI, four axes, the last of them three long."""
+    name = Path(path)
+    if not name.is_file() or not name.name.lower().endswith((".nii", ".nii.gz")):
+        return False
+    _check_nifti(name)
+    try:
+        header = _header(name)
+    except RuntimeError:
+        return False
+    return bool(header.GetDimension() == 4 and header.GetSize()[3] == 3 and header.GetNumberOfComponents() == 1)
+
+
+def is_warp(path: PathLike) -> bool:
+    """Whether a file is an image with as many numbers per voxel as axes."""
+    try:
+        header = _header(Path(path))
+    except RuntimeError:
+        return False
+    return bool(header.GetDimension() in (2, 3) and header.GetNumberOfComponents() == header.GetDimension())
 
 
 def _write_whole(path: PathLike, overwrite: bool, save: Callable[[Path], object]) -> None:
@@ -411,13 +557,14 @@ def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
     dim, field, lattice = transform.dim, transform.displacement, transform.lattice
     spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
     direction = lattice[:-1, :-1] / spacing
+    affine = {
+        "TransformType": f"AffineTransform_double_{dim}_{dim}",
+        "TransformFixedParameters": np.zeros(dim),
+        "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
+    }
     parts: list[dict[str, Any]] = [
         {"TransformType": f"CompositeTransform_double_{dim}_{dim}"},
-        {
-            "TransformType": f"AffineTransform_double_{dim}_{dim}",
-            "TransformFixedParameters": np.zeros(dim),
-            "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
-        },
+        affine,
         {
             "TransformType": f"DisplacementFieldTransform_float_{dim}_{dim}",
             "TransformFixedParameters": np.concatenate(
@@ -426,7 +573,7 @@ def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
             "TransformParameters": np.ascontiguousarray(_itk_order(field), np.float32).ravel(),
         },
     ]
-    numbered = {str(number): part for number, part in enumerate(parts)}
+    numbered = {str(number): part for number, part in enumerate([affine] if transform.is_linear else parts)}
     return {"ITKVersion": "5.4.0", "HDFVersion": "1.8.0", "TransformGroup": numbered}
 
 
@@ -524,12 +671,17 @@ def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
         vectors, lattice = _itk_order(_sitk().GetArrayFromImage(image)), _geometry(image)
     if not np.isfinite(vectors).all() or not np.isfinite(before).all() or not np.isfinite(after).all():
         raise TransformError(f"{paths[0]} holds numbers that are not finite; expected a transform: write it again")
-    if not seen or np.array_equal(before, np.eye(dim + 1)):
-        return WorldTransform(after @ before, np.ascontiguousarray(vectors, np.float32), lattice)
-    # A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))
-    undo = _inverse(before)
-    turned = np.ascontiguousarray(vectors @ undo[:-1, :-1].T, np.float32)
-    return WorldTransform(after @ before, turned, undo @ lattice)
+    whole = WorldTransform(after, np.ascontiguousarray(vectors, np.float32), lattice)
+    return _after_affine(whole, before)
+
+
+def _after_affine(outer: WorldTransform, before: Matrix) -> WorldTransform:
+    """x ↦ T(Bx), exactly: A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))."""
+    if outer.is_linear or np.array_equal(before, np.eye(outer.dim + 1)):
+        return WorldTransform(outer.affine @ before, outer.displacement, outer.lattice)
+    undo = invert_matrix(before)
+    turned = np.ascontiguousarray(outer.displacement @ undo[:-1, :-1].T, np.float32)
+    return WorldTransform(outer.affine @ before, turned, undo @ outer.lattice)
 
 
 def _read_parts(path: Path) -> list[Any]:

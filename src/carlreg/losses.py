@@ -6,6 +6,7 @@ Similarities compare two images (B, C, *shape) on the same grid and are 0, or sm
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg._checks import check_image, check_same_shape
 from carlreg.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
 from carlreg.transforms import Composition, DisplacementField, Transform
@@ -59,6 +61,10 @@ SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": min
 def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
     """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
     _check_images(first, second)
+    if first.dtype == second.dtype == torch.float32 and kernels.run_on(first):
+        from carlreg.kernels import correlation
+
+        return correlation.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
     # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
     # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
     inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)
@@ -260,7 +266,7 @@ def registration_loss(
     GradICON reads them off there, interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel
     jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
     """
-    measure = _similarity(similarity)
+    measure = find_similarity(similarity)
     ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
     similar = measure(interpolate(moving, ab, outside=outside), fixed, mask=fixed_mask) + measure(
         interpolate(fixed, ba, outside=outside), moving, mask=moving_mask
@@ -285,7 +291,8 @@ def as_field(points: Tensor, transform: Transform, image: Tensor) -> Displacemen
     return DisplacementField((points - voxel_points(image)).movedim(-1, 1), "clamp" if clamped else "mirror")
 
 
-def _similarity(similarity: str | Similarity) -> Similarity:
+def find_similarity(similarity: str | Similarity) -> Similarity:
+    """A similarity by its name, or the function itself."""
     if not isinstance(similarity, str):
         return similarity
     if similarity not in SIMILARITIES:

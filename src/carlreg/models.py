@@ -199,8 +199,10 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             file.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(target)  # a disk that is full does not say for which file
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from carlreg import kernels
 from carlreg.grids import enlarge, pool
 from carlreg.precision import channels_last, network_input
 
@@ -46,11 +48,12 @@ class Network(nn.Module):
 def normalize(norm: Any, features: Tensor) -> Tensor:
     """Batch normalisation with statistics in float32, whatever the features are in."""
     with torch.autocast(features.device.type, enabled=False):
-        if norm.training and features.is_cuda and features.dtype != norm.weight.dtype:
-            # What PyTorch's own layer does with half-precision features is slow; its parts are not.
-            inputs = channels_last(features), norm.weight, norm.bias, norm
-            return _BatchNorm.apply(*inputs)  # type: ignore[no-untyped-call]
         if norm.training:
+            features = channels_last(features)
+            if kernels.take(features):
+                from carlreg.kernels import channels
+
+                return channels.batch_norm(features, norm)
             return norm(features.to(norm.weight.dtype)).to(features.dtype)
         # With fixed statistics it is an affine map, and its gradients are plain sums.
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
@@ -59,32 +62,20 @@ def normalize(norm: Any, features: Tensor) -> Tensor:
         return torch.addcmul(shift.reshape(shape), features, scale.reshape(shape)).to(features.dtype)
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Batch normalisation in training mode, put together from the kernels of SyncBatchNorm."""
+def convolve(layer: Any, features: Tensor, *, add: Tensor | None = None, relu: bool = False) -> Tensor:
+    """layer(features), then plus `add` or ReLU: with the bias, in one pass, where kernels can."""
+    if kernels.take(features):
+        from carlreg.kernels import channels
 
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
-        mean, inverse_deviation = torch.batch_norm_stats(features, norm.eps)
-        count = features.numel() / features.shape[1]
-        variance = inverse_deviation.pow(-2) - norm.eps
-        norm.num_batches_tracked += 1
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
-        ctx.save_for_backward(features, weight, mean, inverse_deviation)
-        return torch.batch_norm_elemt(features, weight, bias, mean, inverse_deviation, norm.eps)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, mean, inverse_deviation = ctx.saved_tensors
-        gradient = channels_last(gradients[0])
-        sum_dy, sum_dy_xmu, by_weight, by_bias = torch.batch_norm_backward_reduce(
-            gradient, features, mean, inverse_deviation, weight, True, True, True
-        )
-        count = torch.full((1,), features.numel() // features.shape[1], dtype=torch.int32, device=features.device)
-        by_features = torch.batch_norm_backward_elemt(
-            gradient, features, mean, inverse_deviation, weight, sum_dy, sum_dy_xmu, count
-        )
-        return by_features, by_weight, by_bias, None
+        if layer.in_channels < 8 and layer.dilation[0] == 1:  # cuDNN is slow where channels are few
+            change = conv_by_patches(features, layer.weight)
+        else:
+            change = channels_last(layer._conv_forward(features, layer.weight, None))
+        return channels.add_bias(change, layer.bias, other=add if add is None else channels_last(add), relu=relu)
+    change = layer(features)
+    if add is not None:
+        change = add + change
+    return change.relu() if relu else change
 
 
 class ResidualBlock(nn.Module):
@@ -97,10 +88,10 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         features = normalize(self.norm, features)
-        change = self.convs[0](features)
-        for layer in self.convs[1:]:
-            change = layer(change.relu())
-        return features + change
+        change = features
+        for layer in self.convs[:-1]:
+            change = convolve(layer, change, relu=True)
+        return convolve(self.convs[-1], change, add=features)
 
 
 class Encoder(Network):
@@ -128,7 +119,7 @@ class Encoder(Network):
         return 1 + len(self.blocks) * sum(self.dilations)
 
     def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
-        features = channels_last(self.stem(network_input(image)).relu())
+        features = channels_last(convolve(self.stem, network_input(image), relu=True))
         for block in self.blocks:
             features = block(features)
         return features
@@ -267,15 +258,25 @@ class _UpConv(torch.autograd.Function):
         return by_features, by_weight.reshape(weight.shape), gradient.sum(dim=[0, *range(2, dim + 2)])
 
 
+def conv_by_patches(features: Tensor, weight: Tensor) -> Tensor:
+    """A convolution of kernel 3, without bias, as one product of matrices: every voxel's neighbourhood as a row."""
+    dim = features.dim() - 2
+    neighbours = F.pad(features, (1, 1) * dim)
+    for axis in range(2, dim + 2):
+        neighbours = neighbours.unfold(axis, 3, 1)  # (B, C, *shape, 3, ...)
+    taps = weight[0].numel()
+    missing = -taps % 32  # rows of a round number of bytes
+    patches = features.new_zeros(len(features), *features.shape[2:], taps + missing)
+    patches[..., :taps].unflatten(-1, weight.shape[1:]).copy_(neighbours.movedim(1, dim + 1))
+    return F.linear(patches, F.pad(weight.flatten(1), (0, missing))).movedim(-1, 1)
+
+
 def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
     """A convolution of kernel 3 over groups of `size` voxels along the last axis, each seen as one voxel with `size`
     times the channels: the same sums, in shapes that matrix units are made for."""
     weight, outputs, inputs = layer.weight, layer.out_channels, layer.in_channels
-    big = weight.new_zeros(size, outputs, size, inputs, *weight.shape[2:])
-    for voxel in range(size):
-        for tap in range(3):
-            group, place = divmod(voxel + tap - 1, size)
-            big[voxel, :, place, ..., group + 1] = weight[..., tap]
+    place = _tap_places(size, weight.dtype, weight.device)  # (taps, voxel in, voxel out, group)
+    big = torch.tensordot(weight, place, dims=1).movedim((-2, -3), (0, 2))  # (voxel out, O, voxel in, I, ..., group)
     big = big.reshape(size * outputs, size * inputs, *weight.shape[2:])
     missing = -len(big) % 8
     big = F.pad(big, (0, 0) * (big.dim() - 1) + (0, missing))
@@ -287,6 +288,16 @@ def conv_in_groups(features: Tensor, layer: Any, size: int = 4) -> Tensor:
     convolve = (F.conv1d, F.conv2d, F.conv3d)[features.dim() - 3]
     result = convolve(groups, channels_last(big), bias, padding=1).movedim(1, -1)[..., : size * outputs]
     return result.reshape(*voxels.shape[:-1], outputs)[..., :side, :].movedim(-1, 1)
+
+
+@functools.cache
+def _tap_places(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 where a tap, seen from one voxel of a group, meets a voxel of the group before, of its own, or after."""
+    place = torch.zeros(3, size, size, 3)
+    for voxel, tap in itertools.product(range(size), range(3)):
+        group, neighbour = divmod(voxel + tap - 1, size)
+        place[tap, neighbour, voxel, group + 1] = 1
+    return place.to(device, dtype)
 
 
 def fit_channels(features: Tensor, channels: int) -> Tensor:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg._checks import check_finite, check_pair
-from carlreg.attention import coordinate_attention
+from carlreg.attention import attention_moments, coordinate_attention
 from carlreg.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet
-from carlreg.precision import full_precision
 from carlreg.transforms import (
     Affine,
     DisplacementField,
@@ -136,30 +136,23 @@ class CoordinateAttention(RegistrationAlgorithm):
         self.encoder, self.padding, self.length, self.extrapolate = encoder, padding, length, extrapolate
 
     def features(self, image: Tensor) -> Tensor:
-        """Feature vectors of the padded image: (B, C, *shape) → (B, width, *padded shape)."""
-        features = self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2)))
-        return self.scale_to_length(features)
-
-    @full_precision
-    def scale_to_length(self, features: Tensor) -> Tensor:
-        precise = torch.promote_types(features.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(features, dim=1, keepdim=True, dtype=precise)
-        return features * (self.length / (1e-3 + norm))
+        """Feature vectors of the padded image: (B, C, *shape) → (B, *padded shape, width)."""
+        return self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2))).movedim(1, -1)
 
     def crop(self, features: Tensor) -> Tensor:
         """The features of the image itself, without the padding."""
-        inside = (slice(None), slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[2:]))
+        inside = (slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[1:-1]))
         return features[inside]
 
     def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
         _check_network(self.encoder, fixed)
-        moving_features = self.features(moving)
-        fixed_features = exchange_halves(moving_features) if swapped else self.features(fixed)
+        keys = self.features(moving)
+        queries = self.crop(keys if swapped else self.features(fixed)).flatten(1, -2)
         matches = coordinate_attention(
-            as_vectors(self.crop(fixed_features)),
-            as_vectors(moving_features),
+            exchange_halves(queries) if swapped else queries,
+            keys.flatten(1, -2),
             Grid.of(moving.shape[2:]).pad(self.padding),
-            bound=self.length**2,
+            length=self.length,
         ).to(fixed.dtype)
         displacement = matches.reshape(-1, *fixed.shape[2:], fixed.dim() - 2) - voxel_points(fixed)
         return DisplacementField(displacement.movedim(-1, 1), self.extrapolate)
@@ -194,7 +187,7 @@ class ClosedFormXi(RegistrationAlgorithm):
                 f"image has {image.shape[1]} channels and {image.dim() - 2} spatial axes; "
                 f"a diffeomorphism of [0, 1]^{self.dim} has {self.dim} of each"
             )
-        angles = as_vectors(image).to(self.weights) @ self.weights.mT + self.phases
+        angles = image.flatten(2).mT.to(self.weights) @ self.weights.mT + self.phases
         return math.sqrt(self.sharpness / self.frequencies) * angles.sin().to(image.dtype)
 
     def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
@@ -222,9 +215,40 @@ class Augmented(RegistrationAlgorithm):
         return compose(r, phi, q.inverse())  # R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹
 
 
-def as_vectors(features: Tensor) -> Tensor:
-    """(B, C, *shape) → (B, voxels, C)."""
-    return features.flatten(2).mT
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """Where coordinate attention found points of the fixed image in the moving one, and how sure it was."""
+
+    points: Tensor  # (B, N, D), fixed unit coordinates
+    targets: Tensor  # (B, N, D), moving unit coordinates
+    covariance: Tensor  # (B, N, D, D), of the attention around each target
+
+
+@torch.no_grad()
+def coordinate_matches(algorithm: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Matches | None:
+    """The matches of the Ξθ that an algorithm starts with, before any refinement; None where it starts otherwise.
+
+    >>> matches = coordinate_matches(model, moving, fixed)
+    """
+    if isinstance(algorithm, TwoStep):
+        return coordinate_matches(algorithm.phi, moving, fixed)
+    if isinstance(algorithm, Downsample):
+        found = coordinate_matches(algorithm.phi, pool(moving), pool(fixed))
+        if found is None or not algorithm.aligned:
+            return found
+        to_moving, to_fixed = _to_coarse(moving).inverse(), _to_coarse(fixed).inverse()
+        scale = to_moving.scale[:, None, :, None] * to_moving.scale[:, None, None, :]
+        return Matches(to_fixed(found.points), to_moving(found.targets), scale * found.covariance)
+    if not isinstance(algorithm, CoordinateAttention):
+        return None
+    mean, covariance = attention_moments(
+        algorithm.crop(algorithm.features(fixed)).flatten(1, -2),
+        algorithm.features(moving).flatten(1, -2),
+        Grid.of(moving.shape[2:]).pad(algorithm.padding),
+        length=algorithm.length,
+    )
+    points = voxel_points(fixed).flatten(1, -2).expand(len(mean), -1, -1)
+    return Matches(points, mean, covariance)
 
 
 def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None:

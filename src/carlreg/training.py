@@ -12,23 +12,31 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from carlreg.distributed import Team
 from carlreg.losses import Loss, Regularity, registration_loss
+from carlreg.metrics import folding
 from carlreg.models import add_refinement, describe, save, write_atomically
 from carlreg.precision import Precision, mixed_precision
-from carlreg.registration import RegistrationAlgorithm
+from carlreg.registration import Augmented, RegistrationAlgorithm
+from carlreg.transforms import Affine, random_rotation
 
 logger = logging.getLogger(__name__)
 
 Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
-"""Moving and fixed images of one step, (B, C, *shape) each, chosen with the generator (a CPU one) and nothing else."""
+"""Moving and fixed images of one step, (B, C, *shape) each, chosen with the generator (a CPU one) and nothing else.
+
+Where several processes train together, each draws its own part of the joined batch, with a generator in the same state
+everywhere and left in the same state: `carlreg.distributed.shared` makes such a function of one that draws the whole.
+"""
 
 Validate = Callable[[RegistrationAlgorithm], float]
 """How good a model is, larger is better: Dice on labelled pairs, say."""
@@ -50,6 +58,9 @@ class Stage:
     similarity: str = "lncc"
     refine: bool = False
     """Append a refinement, with its last convolution at zero, before the first step."""
+    rotate: bool = False
+    """Train through `Augmented`, R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn from SO(D) at each step. What is saved
+    is Φ. Such a stage runs without CUDA graphs: a graph cannot invert Q."""
 
     def rate(self, step: int) -> float:
         """The learning rate at a step of this stage."""
@@ -75,6 +86,8 @@ class Progress:
     skipped: int
     """Steps left out so far, since their gradients were not finite."""
     seconds: float
+    folds: float
+    """Share of the step's first pair that is folded, in per cent."""
 
 
 class TrainingError(RuntimeError):
@@ -97,6 +110,8 @@ def train(
     seconds: float | None = None,
     most_skipped: int = 50,
     callback: Callable[[Progress], None] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    freeze_batch_norm: bool = False,
 ) -> RegistrationAlgorithm:
     """Train a model, where it is, and return it (another one if a stage refines it), in evaluation mode.
 
@@ -106,38 +121,57 @@ def train(
     long, with a checkpoint. A step whose gradients are not finite changes neither weights nor BatchNorm's statistics;
     more than `most_skipped` of them in a row end the run.
 
+    `metadata` goes into the model files. `freeze_batch_norm` keeps BatchNorm in evaluation mode, with the statistics
+    that the model came with. Where `torch.distributed` is initialised, gradients and BatchNorm's statistics are
+    averaged over the processes, and the first one alone validates and writes files.
+
     >>> train(carl(refinements=2), draw, [Stage(1500, "diffusion"), Stage(50_000)], out="run")
     """
     if not stages:
         raise ValueError("there are no stages; expected at least one")
     describe(model)  # what cannot be kept in a file should not be trained for hours first
+    team = Team.current()
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
-    run = {"stages": [asdict(stage) for stage in stages], "seed": seed, "model": describe(model)}
+    run = {
+        "stages": [asdict(stage) for stage in stages],
+        "seed": seed,
+        "model": describe(model),
+        "freeze_batch_norm": freeze_batch_norm,
+    }
+    keep = _Files(folder, run, metadata, team)
     model, state = _resume(model, run, folder, device)
+    team.wait()  # until all have read it, before it is written anew
+    keep.forget_after(state["stage"], state["step"])
+    team.copy_from_leader([*model.parameters(), *model.buffers()])
     start = time.monotonic()
     for number in range(state["stage"], len(stages)):
         stage = stages[number]
         if stage.refine and number not in state["refined"]:
             model = _refine(model, seed, number)
             state["refined"].append(number)
-        model.train()
-        runner = _Step(model, stage, precision, device, graphs, state.pop("optimizer", None))
+        _training_mode(model, freeze_batch_norm)
+        state_of_adam = state.pop("optimizer", None)
+        runner = TrainingStep(
+            model, stage, device=device, precision=precision, graphs=graphs, optimizer=state_of_adam, team=team
+        )
         before = state["skipped"]
         for step in range(state["step"], stage.steps):
-            if seconds is not None and time.monotonic() - start > seconds:
+            if seconds is not None and team.leader_says(time.monotonic() - start > seconds, device):
                 state["skipped"] = before + int(runner.skipped)
-                _save(model, runner, {**state, "stage": number, "step": step}, run, folder)
+                keep.checkpoint(model, runner, {**state, "stage": number, "step": step})
                 return model.eval()
             choice = torch.Generator().manual_seed(_mix(seed, number, step))
             moving, fixed = (image.to(device, non_blocking=True) for image in draw(choice))
-            loss = runner(moving, fixed, stage.rate(step), _mix(seed, number, step) + 1)
+            rotations = _rotations(moving, fixed, choice, team) if stage.rotate else None
+            loss = runner(moving, fixed, stage.rate(step), _mix(seed, number, step) + 1, rotations)
             last = step + 1 == stage.steps
             if last or (step + 1) % log_every == 0:
                 state["skipped"] = before + int(runner.skipped)
-                progress = Progress(number, step + 1, loss.floats(), state["skipped"], time.monotonic() - start)
-                _log(folder, asdict(progress))
+                passed = time.monotonic() - start
+                progress = Progress(number, step + 1, loss.floats(), state["skipped"], passed, runner.folds())
+                keep.log(asdict(progress))
                 if callback is not None:
                     callback(progress)
                 if int(runner.skipped_in_a_row) > most_skipped:
@@ -145,14 +179,36 @@ def train(
                         f"{int(runner.skipped_in_a_row)} steps in a row had gradients that are not finite, up to step "
                         f"{step + 1} of stage {number}; the last good checkpoint is in {folder}"
                     )
-            if validate is not None and (last or (step + 1) % validate_every == 0):
-                _validate(model, validate, state, folder, number, step + 1)
+            if validate is not None and team.leads and (last or (step + 1) % validate_every == 0):
+                _validate(model, validate, state, keep, number, step + 1)
+                _training_mode(model, freeze_batch_norm)
             if last or (step + 1) % save_every == 0:
                 state["skipped"] = before + int(runner.skipped)
                 at = {"stage": number + 1, "step": 0} if last else {"stage": number, "step": step + 1}
-                _save(model, None if last else runner, {**state, **at}, run, folder)
+                keep.checkpoint(model, None if last else runner, {**state, **at})
         state["step"] = 0
     return model.eval()
+
+
+def _training_mode(model: nn.Module, freeze_batch_norm: bool) -> None:
+    model.train()
+    if freeze_batch_norm:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+
+
+def _rotations(moving: Tensor, fixed: Tensor, generator: torch.Generator, team: Team) -> Tensor:
+    """R of each moving and Q of each fixed image, (2B, D, D+1), as `both` wants them: one after the other."""
+    if moving.shape != fixed.shape:
+        raise ValueError(
+            f"moving has shape {tuple(moving.shape)} and fixed {tuple(fixed.shape)}; expected the same to rotate them"
+        )
+    drawn = [
+        random_rotation(image.shape[2:], team.size * len(image), like=image, generator=generator).matrix
+        for image in (moving, fixed)
+    ]
+    return torch.cat([team.part(matrices) for matrices in drawn])
 
 
 def _refine(model: RegistrationAlgorithm, seed: int, stage: int) -> RegistrationAlgorithm:
@@ -161,51 +217,58 @@ def _refine(model: RegistrationAlgorithm, seed: int, stage: int) -> Registration
         return add_refinement(model)
 
 
-class _Step:
-    """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted."""
+class TrainingStep:
+    """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted.
+
+    For loops other than `train`: call it with the images, the learning rate and a seed for what is random in the loss.
+    `optimizer` is Adam's state to go on from. `skipped` counts the steps that were left out.
+    """
 
     def __init__(
         self,
         model: RegistrationAlgorithm,
         stage: Stage,
-        precision: Precision,
+        *,
         device: torch.device,
-        graphs: bool | None,
-        optimizer_state: dict[str, Any] | None,
+        precision: Precision = "auto",
+        graphs: bool | None = None,
+        optimizer: dict[str, Any] | None = None,
+        team: Team | None = None,
     ) -> None:
-        self.model, self.stage, self.precision = model, stage, precision
+        self.model, self.stage, self.precision, self.team = model, stage, precision, team or Team()
         self.on_gpu = device.type == "cuda"
-        self.use_graph = self.on_gpu if graphs is None else graphs and self.on_gpu
         self.rate = torch.zeros((), device=device)
         self.optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
-        if optimizer_state is not None:
-            self.optimizer.load_state_dict(optimizer_state)
+        if optimizer is not None:
+            self.optimizer.load_state_dict(optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.generator = torch.Generator(device)
         self.skipped, self.skipped_in_a_row = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
+        captured = self.on_gpu and graphs is not False and self.team.size == 1 and not stage.rotate
+        # cuBLAS keeps a workspace per stream: graphs captured on one stream could not be replayed side by side.
+        self.stream = torch.cuda.Stream() if captured else None
 
-    def __call__(self, moving: Tensor, fixed: Tensor, rate: float, seed: int) -> Loss:
+    def __call__(self, moving: Tensor, fixed: Tensor, rate: float, seed: int, rotations: Tensor | None = None) -> Loss:
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
-        if not self.use_graph:
-            return self._run(moving, fixed)
+        if self.stream is None:
+            return self._run(moving, fixed, rotations)
         if self.graph is None and self.warm < 3:  # kernels are chosen and compiled before anything is captured
             self.warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 result = self._run(moving, fixed)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return result
         if self.graph is None:
             self.moving, self.fixed = moving.clone(), fixed.clone()
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
             self.optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.stream):
                 self.result = self._run(self.moving, self.fixed)
         if moving.shape != self.moving.shape or fixed.shape != self.fixed.shape:
             raise ValueError(
@@ -217,12 +280,17 @@ class _Step:
         self.graph.replay()
         return self.result
 
-    def _run(self, moving: Tensor, fixed: Tensor) -> Loss:
+    def folds(self) -> float:
+        """Of the last step's first pair, in per cent; NaN where an axis is too short to tell."""
+        return math.nan if min(self.image.shape[2:]) < 3 else folding(self.phi, self.image)
+
+    def _run(self, moving: Tensor, fixed: Tensor, rotations: Tensor | None = None) -> Loss:
+        algorithm = self.model if rotations is None else Augmented(self.model, lambda _: Affine(rotations))
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        before = [buffer.clone() for buffer in statistics]
+        before = torch._foreach_add(statistics, 0) if statistics else []
         with mixed_precision(moving.device, self.precision):
-            phi, inverse = self.model.both(moving, fixed)
+            phi, inverse = algorithm.both(moving, fixed)
         loss = registration_loss(
             phi,
             inverse,
@@ -234,18 +302,24 @@ class _Step:
             generator=self.generator,
         )
         loss.total.backward()
+        self.phi, self.image = phi[:1].detach(), fixed[:1]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients)]).all()
-        finite &= torch.stack([buffer.isfinite().all() for buffer in statistics]).all() if statistics else finite
+        values = [part.detach().clone() for part in (loss.total, loss.similarity, loss.regularity)]
+        self.team.average([*gradients, *statistics, *values])  # before the check: all leave out the same steps
+        finite = torch.stack(torch._foreach_norm([*gradients, *statistics])).isfinite().all()
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
         self.optimizer.step()
-        for buffer, old in zip(
-            statistics, before, strict=True
-        ):  # BatchNorm's: a bad batch leaves no trace there either
-            buffer.copy_(torch.where(finite, buffer, old))
+        if statistics:  # BatchNorm's: a bad batch leaves no trace there either
+            kept = torch.where(finite, _joined(statistics), _joined(before))
+            torch._foreach_copy_(statistics, list(kept.split([buffer.numel() for buffer in statistics])))
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
-        return Loss(loss.total.detach(), loss.similarity.detach(), loss.regularity.detach())
+        return Loss(*values)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in one vector: one operation on it is cheaper than one on each tensor."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _mix(seed: int, stage: int, step: int) -> int:
@@ -254,35 +328,74 @@ def _mix(seed: int, stage: int, step: int) -> int:
 
 
 def _validate(
-    model: RegistrationAlgorithm, validate: Validate, state: dict[str, Any], folder: Path, stage: int, step: int
+    model: RegistrationAlgorithm, validate: Validate, state: dict[str, Any], keep: _Files, stage: int, step: int
 ) -> None:
     with torch.no_grad():
         score = float(validate(model.eval()))
-    model.train()
     logger.info("stage %d, step %d: validation %.4f", stage, step, score)
-    _log(folder, {"stage": stage, "step": step, "validation": score})
+    keep.log({"stage": stage, "step": step, "validation": score})
     if math.isnan(score):
         logger.warning("validation gave no score at step %d of stage %d", step, stage)
         return
     if state["best"] is None or score > state["best"]:
         state["best"] = score
-        save(model, folder / "best.safetensors")
+        keep.best(model)
 
 
-def _log(folder: Path, entry: dict[str, Any]) -> None:
-    with (folder / "log.jsonl").open("a") as log:
-        log.write(json.dumps(entry) + "\n")
+@dataclass(frozen=True)
+class _Files:
+    """What a run leaves in its folder. Of several processes, only the first writes."""
+
+    folder: Path
+    run: dict[str, Any]
+    metadata: Mapping[str, str] | None
+    team: Team
+
+    def log(self, entry: dict[str, Any]) -> None:
+        if self.team.leads:
+            with self._or_stop("log.jsonl") as path, path.open("a") as log:
+                log.write(json.dumps(entry) + "\n")
+
+    def best(self, model: RegistrationAlgorithm) -> None:
+        with self._or_stop("best.safetensors") as path:
+            save(model, path, metadata=self.metadata)
+
+    def checkpoint(self, model: RegistrationAlgorithm, runner: TrainingStep | None, state: dict[str, Any]) -> None:
+        """One file holds all that a run goes on from; `last.safetensors` beside it is for everybody else."""
+        if not self.team.leads:
+            return
+        buffer = io.BytesIO()
+        kept = {**state, "run": self.run, "weights": model.state_dict()}
+        torch.save({**kept, "optimizer": None if runner is None else runner.optimizer.state_dict()}, buffer)
+        with self._or_stop("state.pt") as path:
+            write_atomically(path, buffer.getvalue())
+        with self._or_stop("last.safetensors") as path:
+            save(model, path, metadata=self.metadata)
+
+    def forget_after(self, stage: int, step: int) -> None:
+        """Drop from the log what will be done again, and a line that was cut off."""
+        path = self.folder / "log.jsonl"
+        if self.team.leads and path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and _place(line) <= (stage, step)]
+            write_atomically(path, "".join(kept).encode())
+
+    @contextmanager
+    def _or_stop(self, name: str) -> Iterator[Path]:
+        """A file that cannot be written ends the run; those that are there stay as they are."""
+        path = self.folder / name
+        try:
+            yield path
+        except OSError as error:
+            raise TrainingError(
+                f"{path} cannot be written: {error.strerror or error}; training has stopped, what was saved before is "
+                "whole: make room, and the same call goes on from the last checkpoint"
+            ) from error
 
 
-def _save(
-    model: RegistrationAlgorithm, runner: _Step | None, state: dict[str, Any], run: dict[str, Any], folder: Path
-) -> None:
-    """One file holds all that a run goes on from; `last.safetensors` beside it is for everybody else."""
-    buffer = io.BytesIO()
-    kept = {**state, "run": run, "weights": model.state_dict()}
-    torch.save({**kept, "optimizer": None if runner is None else runner.optimizer.state_dict()}, buffer)
-    write_atomically(folder / "state.pt", buffer.getvalue())
-    save(model, folder / "last.safetensors")
+def _place(line: str) -> tuple[int, int]:
+    entry = json.loads(line)
+    return entry["stage"], entry["step"]
 
 
 def _resume(
@@ -301,19 +414,5 @@ def _resume(
     model.load_state_dict(state.pop("weights"))
     if state["optimizer"] is None:
         del state["optimizer"]
-    _forget_after(folder, state["stage"], state["step"])
     logger.info("going on at step %d of stage %d", state["step"], state["stage"])
     return model, state
-
-
-def _forget_after(folder: Path, stage: int, step: int) -> None:
-    """Drop from the log what will be done again."""
-    path = folder / "log.jsonl"
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if _place(line) <= (stage, step)]
-        write_atomically(path, "".join(kept).encode())
-
-
-def _place(line: str) -> tuple[int, int]:
-    entry = json.loads(line)
-    return entry["stage"], entry["step"]

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.grids import Interpolation, Outside, interpolate, voxel_points, voxel_size
 from carlreg.precision import full_precision
 
@@ -150,6 +151,10 @@ class DisplacementField(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
+        if kernels.sample(self.displacement, points):
+            from carlreg.kernels.sampling import sample
+
+            return sample(self.displacement, points, mirror=self.extrapolate == "mirror", add=True)
         inside = points.clamp(0, 1)
         if self.extrapolate == "clamp":
             return points + self._sample(inside)
@@ -240,6 +245,47 @@ def fit_affine(points: Tensor, targets: Tensor, weights: Tensor | None = None) -
     # The pseudo-inverse leaves alone what the points say nothing about, such as an axis of one voxel.
     linear = (torch.linalg.pinv(covariance, hermitian=True) @ centred.mT @ (target - target_mean)).mT
     return Affine.from_parts(linear, (target_mean - source_mean @ linear.mT)[:, 0])
+
+
+@full_precision
+def fit_rigid(points: Tensor, targets: Tensor, weights: Tensor | None = None) -> Affine:
+    """The rotation and shift that take points (B, ..., D) closest to targets, in the (weighted) least-squares sense;
+    never a reflection. The coordinates must be of a space in which lengths mean something, millimetres say."""
+    batch, dim = max(points.shape[0], targets.shape[0]), points.shape[-1]
+    source = points.reshape(points.shape[0], -1, dim).expand(batch, -1, -1)
+    target = targets.reshape(targets.shape[0], -1, dim).expand(batch, -1, -1)
+    weight = torch.ones_like(source[..., :1]) if weights is None else weights.reshape(batch, -1, 1)
+    weight = weight / weight.sum(dim=1, keepdim=True)
+    source_mean, target_mean = (weight * source).sum(1, keepdim=True), (weight * target).sum(1, keepdim=True)
+    left, _, right = torch.linalg.svd((weight * (target - target_mean)).mT @ (source - source_mean))
+    keep = torch.ones_like(left[:, 0])
+    keep[:, -1] = torch.linalg.det(left @ right).sign()
+    linear = left * keep[:, None] @ right
+    return Affine.from_parts(linear, (target_mean - source_mean @ linear.mT)[:, 0])
+
+
+def fit_robustly(
+    fit: Callable[[Tensor, Tensor, Tensor], Affine],
+    points: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    steps: int = 20,
+) -> Affine:
+    """`fit_affine` or `fit_rigid` of one pair of point sets (1, N, D), such that wrong matches hardly count.
+
+    Least squares, repeated with each point's weight divided by (1 + (r/s)²)², where r is how far it misses its target
+    and s the weighted median of that: Geman and McClure's bounded loss.
+    """
+    given = torch.ones_like(points[..., 0]) if weights is None else weights
+    best = fit(points, targets, given)
+    for _ in range(steps):
+        missed = (best(points) - targets).norm(dim=-1)
+        order = missed.argsort(dim=-1)
+        share = given.gather(-1, order).cumsum(dim=-1)
+        middle = order.gather(-1, (share < share[..., -1:] / 2).sum(dim=-1, keepdim=True))
+        scale = missed.gather(-1, middle).clamp(min=1e-9)
+        best = fit(points, targets, given / (1 + (missed / scale) ** 2) ** 2)
+    return best
 
 
 def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: float = 1e-4) -> DisplacementField:

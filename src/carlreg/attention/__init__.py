@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import logging
 
 import torch
 from torch import Tensor
 
+from carlreg import kernels
 from carlreg.attention.chunked import chunked_attention
 from carlreg.attention.fused import fused_attention
 from carlreg.attention.reference import reference_attention
@@ -22,7 +21,13 @@ KERNEL = "triton"
 
 
 def coordinate_attention(
-    queries: Tensor, keys: Tensor, coords: Tensor | Grid, *, bound: float | None = None, backend: str = "auto"
+    queries: Tensor,
+    keys: Tensor,
+    coords: Tensor | Grid,
+    *,
+    bound: float | None = None,
+    length: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """softmax(Q Kᵀ) · coords, without ever holding the matrix of all pairs.
 
@@ -30,11 +35,14 @@ def coordinate_attention(
     (B, M, D), says where the keys are. The result (B, N, D) is where each query's match lies: a convex combination of
     the keys' positions, in float32 at least, also under autocast.
 
-    `bound`, if known, is how large a logit can get. With it, on a Grid, half-precision features or autocast lead to
-    the Triton kernels on an NVIDIA GPU. Otherwise a GPU uses PyTorch's fused attention ("fused"), and a CPU "chunked".
-    "reference" does hold the matrix, for tests.
+    `length`, if given, is what queries and keys are scaled to first: f ↦ length · f / (1e-3 + ‖f‖).
+
+    `bound`, if known, is how large a logit can get; it follows from a length. With it, on a Grid, half-precision
+    features or autocast lead to the Triton kernels on an NVIDIA GPU. Otherwise a GPU uses PyTorch's fused attention
+    ("fused"), and a CPU "chunked". "reference" does hold the matrix, for tests.
     """
     _check(queries, keys)
+    bound = bound if length is None else length**2
     if backend == "auto":
         backend = _choose(queries, coords, bound)
     if backend not in (*BACKENDS, KERNEL):
@@ -45,15 +53,29 @@ def coordinate_attention(
         if backend == KERNEL:
             from carlreg.attention.kernel import kernel_attention
 
-            return kernel_attention(queries, keys, _as_grid(coords, keys))
+            return kernel_attention(queries, keys, _as_grid(coords, keys), length)
         # Half-precision coordinates would be wrong: bfloat16 is off by up to 1/256 of the image.
         precise = torch.promote_types(queries.dtype, torch.float32)
         queries, keys = queries.to(precise), keys.to(precise)
+        if length is not None:
+            queries, keys = (scale_to_length(features, length) for features in (queries, keys))
         return BACKENDS[backend](queries, keys, _positions(coords, keys))
 
 
+def scale_to_length(features: Tensor, length: float) -> Tensor:
+    """length · f / (1e-3 + ‖f‖) of vectors (..., C), in float32 at least."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return features * (length / (1e-3 + features.norm(dim=-1, keepdim=True)))
+
+
 def attention_moments(
-    queries: Tensor, keys: Tensor, coords: Grid, *, bound: float | None = None, backend: str = "auto"
+    queries: Tensor,
+    keys: Tensor,
+    coords: Grid,
+    *,
+    bound: float | None = None,
+    length: float | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Mean (B, N, D) and covariance (B, N, D, D) of each query's attention: where its match lies and how sure that is.
 
@@ -61,6 +83,8 @@ def attention_moments(
     """
     _check(queries, keys)
     with torch.no_grad():
+        if length is not None:
+            queries, keys, bound = scale_to_length(queries, length), scale_to_length(keys, length), length**2
         if backend == KERNEL or (backend == "auto" and _choose(queries, coords, bound) == KERNEL):
             from carlreg.attention.kernel import kernel_moments
 
@@ -84,25 +108,11 @@ def _choose(queries: Tensor, coords: Tensor | Grid, bound: float | None) -> str:
         return "chunked"
     if not half or bound is None or not isinstance(coords, Grid):
         return "fused"
-    reason = _why_no_kernel(device.index or 0)
+    reason = kernels.why_none(device.index or 0)
     if reason is None and bound <= _largest_bound():
         return KERNEL
     _say_once(reason or f"logits up to {bound:g} are too large for it")
     return "fused"
-
-
-@functools.cache
-def _why_no_kernel(device: int) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    version: str = importlib.import_module("triton").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < (3, 2):
-        return f"Triton {version} is too old for it"
-    if torch.version.hip is not None:
-        return "it was written for NVIDIA GPUs"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is too old for it"
-    return None
 
 
 def _largest_bound() -> float:
@@ -150,4 +160,4 @@ def _as_grid(coords: Tensor | Grid, keys: Tensor) -> Grid:
     return coords
 
 
-__all__ = ["attention_moments", "coordinate_attention"]
+__all__ = ["attention_moments", "coordinate_attention", "scale_to_length"]

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from carlreg.grids import Grid
+from carlreg.kernels.lengths import padded_width, scale_to_length, scale_to_length_backward
 
 LOG2_E = math.log2(math.e)
 LARGEST_LOGIT = 64.0
@@ -284,7 +285,7 @@ def _run_backward_keys(queries: Tensor, keys: Tensor, slopes: Tensor, places: Te
         STAGES=blocks.stages,
         num_warps=blocks.warps,
     )
-    return gradient / LOG2_E  # the queries in memory are log2(e) times too long
+    return gradient
 
 
 # The backward pass needs (g·x_k − g·y) / Σp for every pair. It is a product of two vectors, so the matrix unit can
@@ -335,18 +336,24 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _KernelAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        ctx.dtypes = queries.dtype, keys.dtype
-        queries, keys = _prepare(queries * LOG2_E, dtype), _prepare(keys, dtype)
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, shape: tuple[int, ...], length: float | None, dtype: torch.dtype
+    ) -> Tensor:
+        given = () if length is None else (queries, keys)
+        ctx.kinds = [(features.shape[-1], features.dtype) for features in (queries, keys)]
+        if length is None:
+            queries, keys = _prepare(queries * LOG2_E, dtype), _prepare(keys, dtype)
+        else:
+            queries, keys = scale_to_length(queries, length * LOG2_E, dtype), scale_to_length(keys, length, dtype)
         sums = _run_forward(queries, keys, shape, False, FORWARD)
         norm, means = sums[..., 0], sums[..., 1:] / sums[..., :1]
-        ctx.shape = shape
-        ctx.save_for_backward(queries, keys, norm, means)
+        ctx.shape, ctx.length = shape, length
+        ctx.save_for_backward(*given, queries, keys, norm, means)
         return means[..., 3 - len(shape) :]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, norm, means = ctx.saved_tensors
+        *given, queries, keys, norm, means = ctx.saved_tensors
         gradient = F.pad(gradients[0].float(), (3 - len(ctx.shape), 0))
         places, wide = _places(ctx.shape, keys), _wide(queries.dtype)
         # No slope w·g·(x − y) exceeds |g| times the grid's diagonal: scale that to half of float16's range, for each
@@ -362,22 +369,27 @@ class _KernelAttention(torch.autograd.Function):
         key_gradient = _run_backward_keys(
             queries, keys, _slopes(gradient * common, means, norm, wide), places, BACKWARD_KEYS
         )
-        return (query_gradient / scale).to(ctx.dtypes[0]), (key_gradient / common).to(ctx.dtypes[1]), None, None
+        raw, divisors = (query_gradient, key_gradient), (scale, common * LOG2_E)  # queries in memory are too long
+        if ctx.length is None:
+            parts = zip(raw, divisors, ctx.kinds, strict=True)
+            by_features = [(g / divisor)[..., :width].to(dtype) for g, divisor, (width, dtype) in parts]
+        else:
+            by_features = [
+                scale_to_length_backward(*parts, ctx.length) for parts in zip(given, raw, divisors, strict=True)
+            ]
+        return *by_features, None, None, None
 
 
 def _prepare(features: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous, in the kernels' type, with a number of features that is a power of two and at least 16."""
-    width = max(16, triton.next_power_of_2(features.shape[-1]))
-    return F.pad(features.to(dtype), (0, width - features.shape[-1])).contiguous()
+    return F.pad(features.to(dtype), (0, padded_width(features.shape[-1]) - features.shape[-1])).contiguous()
 
 
-def kernel_attention(queries: Tensor, keys: Tensor, grid: Grid, *, dtype: torch.dtype = torch.float16) -> Tensor:
+def kernel_attention(
+    queries: Tensor, keys: Tensor, grid: Grid, length: float | None = None, *, dtype: torch.dtype = torch.float16
+) -> Tensor:
     """Centre of mass of softmax(Q Kᵀ) over the grid's points, (B, N, D) in float32."""
-    width = queries.shape[-1]
-    if width & (width - 1) or width < 16:  # padding outside the function lets autograd cut it off again
-        missing = max(16, triton.next_power_of_2(width)) - width
-        queries, keys = F.pad(queries, (0, missing)), F.pad(keys, (0, missing))
-    means: Tensor = _KernelAttention.apply(queries, keys, grid.shape, dtype)  # type: ignore[no-untyped-call]
+    means: Tensor = _KernelAttention.apply(queries, keys, grid.shape, length, dtype)  # type: ignore[no-untyped-call]
     return grid.at(means)
 
 

@@ -7,19 +7,29 @@ Nothing here imports torch before a command runs, so that `carl --help` answers 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from carlreg import __version__
+from carlreg.cli.convert import convert
 from carlreg.cli.evaluate import evaluate
 from carlreg.cli.explain import explain
+from carlreg.cli.info import info
+from carlreg.cli.jacobian import jacobian
 from carlreg.cli.models import models
+from carlreg.cli.register import register
+from carlreg.cli.train import train
+from carlreg.cli.warp import warp
+from carlreg.cli.warp_points import warp_points
 
-RUNNING, USAGE, INTERRUPTED = 1, 2, 130
-"""Exit codes: it failed while running, it was called wrongly, it was stopped by the user."""
+RUNNING, USAGE = 1, 2
+"""Exit codes: it failed while running, it was called wrongly. By a signal: 128 and its number."""
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no public name for it, and newer ones do not need click
 
 app = typer.Typer(
@@ -30,9 +40,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(register)
+app.command()(warp)
+app.command("warp-points")(warp_points)
+app.command()(jacobian)
+app.command()(convert)
+app.command()(info)
 app.command()(evaluate)
 app.command()(explain)
 app.add_typer(models, name="models")
+app.command("train")(train)
 
 
 def _say_version(wanted: bool) -> None:
@@ -53,19 +70,62 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0, 1 for a failure while running, 2 for a wrong call."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(format="carl: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    _log_to_stderr()
     try:
-        code = app(args=[_dashes(word) for word in given], prog_name="carl", standalone_mode=False)
+        with _stoppable():
+            code = app(args=[_dashes(word) for word in given], prog_name="carl", standalone_mode=False)
     except UsageError as error:
         error.show()
         return USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped; nothing was written", INTERRUPTED)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
+    except Stopped as stopped:
+        return _fail("stopped; no unfinished file was left", stopped.code)
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
         if logging.getLogger("carlreg").isEnabledFor(logging.DEBUG):
             raise
         return _fail(_words(error), RUNNING)
     return code if isinstance(code, int) else 0
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM: what is under way cleans up after itself. Not an Exception, so that nothing goes on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to whatever sys.stderr is now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # not setStream, which flushes the one before, closed or not
+        super().emit(record)
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("carlreg")
+    logger.setLevel(logging.WARNING)
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter("carl: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _fail(text: str, code: int) -> int:

@@ -1,0 +1,195 @@
+"""`carl register` on the validation pairs, at their own resolution, on this machine's CPU.
+
+    python experiments/native/run.py ../shared/data work --pairs 4 --kinds network fields
+
+Each pair is one command, as a user would give it. Results are kept in results/native.json after every pair; what is
+there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time.
+Dice "before" is with the headers as they are, and with the fixed and the moving image's boxes laid onto one another
+("stretched"), which is what the network starts from; "better" means better than both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carlreg import images, itk
+from carlreg.metrics import dice, mean_score
+from carlreg.models import write_atomically
+
+RESULTS = Path(__file__).with_name("results")
+SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
+SETS = {"hippocampus": (1, 2), "abdomen": tuple(range(1, 14)), "brain": SUBCORTICAL}
+KINDS = {
+    "network": ["--io-iterations", "0"],
+    "fields": ["--over", "fields"],
+    "affine": ["--transform", "affine"],
+    "rigid": ["--transform", "rigid"],
+    "affine-attention": ["--transform", "affine", "--fit-to", "attention"],
+    "rigid-attention": ["--transform", "rigid", "--fit-to", "attention"],
+}
+SEED = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["network", "fields"])
+    parser.add_argument("--pairs", type=int, help="of each set, drawn with a fixed seed; all of them if left out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / "native.json"
+    report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    report |= {"machine": machine(), "seed": SEED, "torch": torch.__version__}
+    done = {(row["set"], row["fixed"], row["moving"], row["kind"]) for row in report["rows"]}
+    for name in arguments.sets:
+        pairs = validation_pairs(arguments.data / name / "val", name)
+        if arguments.pairs is not None:
+            pairs = random.Random(SEED).sample(pairs, min(arguments.pairs, len(pairs)))
+        for number, (fixed, moving) in enumerate(pairs):
+            shown: dict[str, images.Image] = {}
+            for kind in arguments.kinds:
+                if (name, fixed, moving, kind) in done:
+                    continue
+                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work)
+                shown[kind] = images.read(arguments.work / "warped.nii.gz")
+                report["rows"].append(row)
+                write_atomically(file, (json.dumps(report, indent=1) + "\n").encode())
+                write_atomically(arguments.out / "table.md", table(report).encode())
+                print(json.dumps({k: v for k, v in row.items() if k != "labels"}), flush=True)
+            if number == 0 and shown:
+                picture(arguments.data / name / "val", fixed, moving, shown, arguments.out / f"{name}.png")
+    write_atomically(arguments.out / "table.md", table(report).encode())
+    print(table(report))
+
+
+def validation_pairs(folder: Path, name: str) -> list[tuple[str, str]]:
+    """Ordered pairs of different subjects: all of them, or for the hippocampus 40 drawn with seed 0."""
+    subjects = sorted(
+        path.name.removesuffix(".nii.gz") for path in folder.glob("*.nii.gz") if "_labels" not in path.name
+    )
+    pairs = [(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
+    return random.Random(0).sample(pairs, 40) if name == "hippocampus" else pairs
+
+
+def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: Path) -> dict[str, Any]:
+    """One command, its time and memory, and the scores of its labels."""
+    shutil.rmtree(work, ignore_errors=True)
+    words = [sys.executable, "-m", "carlreg", "register", "--quiet", "--device", "cpu", "--seed", str(SEED)]
+    words += ["-f", str(folder / f"{fixed}.nii.gz"), "-m", str(folder / f"{moving}.nii.gz"), "-o", str(work)]
+    segs = {side: folder / f"{case}_labels.nii.gz" for side, case in (("fixed", fixed), ("moving", moving))}
+    words += ["--fixed-seg", str(segs["fixed"]), "--moving-seg", str(segs["moving"]), *KINDS[kind]]
+    start = time.perf_counter()
+    subprocess.run(words, check=True)
+    seconds = time.perf_counter() - start
+    told = json.loads((work / "report.json").read_text())
+    wanted = {
+        when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in told["dice"].items()
+    }
+    return {
+        "set": name,
+        "fixed": fixed,
+        "moving": moving,
+        "kind": kind,
+        "commit": commit(),
+        "before_headers": mean_score(wanted["before"]),
+        "before_stretched": stretched(segs["fixed"], segs["moving"], SETS[name]),
+        "after": mean_score(wanted["after"]),
+        "labels": {str(label): score for label, score in wanted["after"].items()},
+        "command_seconds": round(seconds, 1),
+        "seconds": told["seconds"],
+        "peak_gb": told["peak_memory_gb"]["process"],
+        "metrics": told["metrics"],
+        "warnings": told["warnings"],
+    }
+
+
+def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
+    """Dice when each image's box, turned closest to RAS, is laid onto the other's."""
+    f, m = (images.to_closest_ras(images.read_labels(path)) for path in (fixed, moving))
+    onto = itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
+    warped = itk.apply(onto, m, f, "nearest")
+    first, second = (torch.from_numpy(one.data.astype(np.int64))[None, None] for one in (warped, f))
+    return mean_score(dice(first, second, labels))
+
+
+def groups(report: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    for name in SETS:
+        for kind in KINDS:
+            rows = [row for row in report["rows"] if (row["set"], row["kind"]) == (name, kind)]
+            if rows:
+                yield name, kind, rows
+
+
+def table(report: dict[str, Any]) -> str:
+    """Means over the pairs; seconds and memory are of the whole command."""
+    lines = [
+        "| set | kind | pairs | headers | stretched | after | better | folds % | seconds | GB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, kind, rows in groups(report):
+        means = {key: np.mean([row[key] for row in rows]) for key in ("before_headers", "before_stretched", "after")}
+        better = np.mean([row["after"] > max(row["before_headers"], row["before_stretched"]) for row in rows])
+        folds = np.mean([row["metrics"].get("folds_percent", 0.0) for row in rows])
+        seconds, memory = np.mean([row["command_seconds"] for row in rows]), max(row["peak_gb"] for row in rows)
+        lines.append(
+            f"| {name} | {kind} | {len(rows)} | {means['before_headers']:.3f} | {means['before_stretched']:.3f} "
+            f"| {means['after']:.3f} | {100 * better:.0f} % | {folds:.3f} | {seconds:.0f} | {memory:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image], path: Path) -> None:
+    """The middle slice of the fixed image, of the moving one stretched to it, and of each result, with the edges of the
+    fixed labels over all of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    f, m = images.read(folder / f"{fixed}.nii.gz"), images.read(folder / f"{moving}.nii.gz")
+    labels = images.to_closest_ras(images.read_labels(folder / f"{fixed}_labels.nii.gz"))
+    onto = images.to_closest_ras(m).unit_to_world() @ images.to_closest_ras(f).world_to_unit()
+    panels = {"fixed": f, "moving, stretched": itk.apply(itk.WorldTransform.linear(onto), m, f), **shown}
+    middle = int(np.argmax((labels.data > 0).sum(axis=(0, 1))))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.4), squeeze=False)
+    for axis, (title, image) in zip(axes[0], panels.items(), strict=True):
+        turned = images.to_closest_ras(image)
+        aspect = turned.spacing[1] / turned.spacing[0]
+        axis.imshow(turned.data[:, :, middle].T, cmap="gray", origin="lower", aspect=aspect)
+        edges = labels.data[:, :, middle].T
+        axis.contour(edges > 0, levels=[0.5], colors="tab:orange", linewidths=0.7)
+        axis.set_title(title, fontsize=9)
+        axis.set_axis_off()
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    words = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What the trained retina networks do: equivariance measured, attention masks, pictures, and the capture radius.
+
+    python experiments/retina/look.py carry/retina.npz MODELS experiments/retina/results
+
+MODELS is a folder with what train.py wrote for CARL and the displacement network, trained on Baseline with seed 0.
+Writes look.json and, for the pictures, look.npz (which plot.py reads and which is not kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from data import Pairs, build, load  # type: ignore[import-not-found]
+from torch import Tensor
+from train import BATCH, DATA_SEEDS, RATE  # type: ignore[import-not-found]
+
+from carlreg.explain import Inside
+from carlreg.grids import voxel_points
+from carlreg.losses import lncc
+from carlreg.models import load as load_model
+from carlreg.networks import UNet
+from carlreg.registration import PredictDisplacement, RegistrationAlgorithm
+from carlreg.training import Stage, TrainingStep
+from carlreg.transforms import Affine, compose, warp
+
+SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 13, 16, 20, 24, 28, 32, 37, 40, 44, 48)
+"""In pixels of the averaged images, of which a retina has about 130; 50 rows below it are empty."""
+COARSE = 4
+"""Pixels of the averaged images to a voxel of Ξθ."""
+
+
+def shifted(images: Tensor, rows: int) -> Tensor:
+    """Moved down, with nothing above: I ∘ U for U(x) = x − rows."""
+    return torch.nn.functional.pad(images, (0, 0, rows, -rows))
+
+
+@torch.no_grad()
+def equivariance(model: RegistrationAlgorithm, pairs: Pairs) -> dict[str, list[float]]:
+    """Mean error in pixels over the vessels, for shifts U of the fixed image alone, Φ[M, F∘U] − Φ[M, F]∘U, and of
+    both, Φ[M∘U, F∘U] − U⁻¹∘Φ[M, F]∘U."""
+    moving, fixed = pairs.at(torch.arange(0, len(pairs), 20))  # one pair of each retina
+    height, width = fixed.shape[2:]
+    size = torch.tensor([height - 1, width - 1], device=fixed.device)
+    still = model(moving, fixed)
+    result: dict[str, list[float]] = {"[W, U]": [], "[U, U]": []}
+    for rows in SHIFTS:
+        up = torch.tensor([rows / (height - 1), 0.0], device=fixed.device)
+        where = shifted(fixed, rows)[:, 0] > 0.2
+        expected = still(voxel_points(fixed) - up)  # Φ[M, F] ∘ U
+        alone = model(moving, shifted(fixed, rows)).on_grid_of(fixed)
+        both = model(shifted(moving, rows), shifted(fixed, rows)).on_grid_of(fixed)
+        for name, error in (("[W, U]", alone - expected), ("[U, U]", both - up - expected)):
+            result[name].append(float(((error * size).norm(dim=-1))[where].mean()))
+        print(rows, {name: round(values[-1], 3) for name, values in result.items()}, flush=True)
+    return result
+
+
+def masks(model: RegistrationAlgorithm, pairs: Pairs, count: int = 6) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attention of random vessel voxels of one pair, and how far every vessel voxel's attention is spread."""
+    moving, fixed = pairs.at(torch.tensor([45]))
+    inside = Inside.of(model, moving, fixed)
+    vessels = (inside.fixed[0, 0] > 0.1).nonzero()
+    chosen = vessels[torch.randperm(len(vessels), generator=torch.Generator().manual_seed(0))[:count]]
+    _, covariance = inside.moments()  # unit coordinates of the pooled moving image
+    size = torch.tensor([n - 1 for n in inside.moving.shape[2:]], device=moving.device)
+    variance = (covariance.diagonal(dim1=-2, dim2=-1) * size**2).sum(dim=-1)  # in voxels of Ξθ
+    spread = COARSE * variance.clamp(min=0).sqrt()[tuple(vessels.T)]
+    share = inside.masks(chosen.tolist()).flatten(1).sort(dim=1, descending=True).values
+    figures = {
+        "spread_pixels_median": float(spread.median()),
+        "spread_pixels_quartiles": [float(spread.quantile(q)) for q in (0.25, 0.75)],
+        "share_of_the_nine_strongest_voxels": [float(s) for s in share[:, :9].sum(dim=1)],
+    }
+    arrays = {
+        "masks": inside.masks(chosen.tolist()).float().cpu().numpy(),
+        "voxels": chosen.cpu().numpy(),
+        "moving": inside.moving[0, 0].cpu().numpy(),
+        "fixed": inside.fixed[0, 0].cpu().numpy(),
+    }
+    return figures, arrays
+
+
+@torch.no_grad()
+def picture(model: RegistrationAlgorithm, pairs: Pairs, number: int = 45) -> dict[str, Any]:
+    moving, fixed = pairs.at(torch.tensor([number]))
+    phi = model(moving, fixed)
+    return {
+        "moving": moving[0, 0].cpu().numpy(),
+        "fixed": fixed[0, 0].cpu().numpy(),
+        "warped": warp(moving, phi, like=fixed)[0, 0].cpu().numpy(),
+        "points": phi.on_grid_of(fixed)[0].cpu().numpy(),
+    }
+
+
+def capture_radius(train: Pairs, test: Pairs, steps: int) -> dict[str, Any]:
+    """LNCC over the translation t of τ alone and of TwoStep{τ, Φ}, for a Φ of one step that was trained briefly."""
+    device = train.fixed.device
+    torch.manual_seed(0)
+    phi = PredictDisplacement(UNet(2)).to(device).train()
+    order = torch.Generator().manual_seed(0)
+    for stage in (Stage(56, "diffusion", learning_rate=RATE), Stage(steps, learning_rate=RATE)):
+        step = TrainingStep(phi, stage, device=device)
+        for n in range(stage.steps):
+            index = torch.randint(len(train), (BATCH,), generator=order).to(device)
+            moving, fixed = train.at(index)
+            loss = step(moving, fixed, stage.rate(n), seed=n)
+    phi.eval()
+    moving, fixed = test.at(torch.arange(0, len(test), 6, device=device))  # 40 pairs
+    curves: dict[str, Any] = {"steps": [56, steps], "loss_after_training": loss.floats(), "t": [], "tau": [], "two": []}
+    curves |= {"tau_slope": [], "two_slope": []}
+    for t in torch.linspace(-0.4, 0.4, 81).tolist():
+        shift = torch.tensor(t, device=device, requires_grad=True)
+        zero = torch.zeros((), device=device)
+        tau = Affine.translation(torch.stack([zero, shift])[None])  # τ: x ↦ x + (0, t)
+        warped = warp(moving, tau, like=fixed)
+        two_step = compose(tau, phi(warped, fixed))  # τ ∘ Φ[M ∘ τ, F]
+        curves["t"].append(t)
+        for name, loss_of in (("tau", lncc(warped, fixed)), ("two", lncc(warp(moving, two_step, like=fixed), fixed))):
+            (slope,) = torch.autograd.grad(loss_of, shift, retain_graph=True)
+            curves[name].append(float(loss_of.detach()))
+            curves[f"{name}_slope"].append(float(slope))
+    return curves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--parts", nargs="+", default=["equivariance", "masks", "pictures", "capture"])
+    parser.add_argument("--capture-steps", type=int, default=250, help="of GradICON, for the single step")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train, test = load(arguments.data, device)
+    baseline, scaled = (build(test, variant, DATA_SEEDS["test"]) for variant in ("Baseline", "Scale Shift"))
+
+    def model(name: str) -> RegistrationAlgorithm:
+        return load_model(arguments.models / f"{name}.safetensors", device=device).eval()
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "look.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    arrays: dict[str, Any] = {}
+    if "equivariance" in arguments.parts:
+        result["equivariance"] = {
+            "shifts_pixels": SHIFTS,
+            "CARL": equivariance(model("CARL-Baseline-0"), baseline),
+            "displacement": equivariance(model("displacement-Baseline-0"), baseline),
+        }
+    if "masks" in arguments.parts:
+        result["masks"] = {}
+        for name in ("CARL-Baseline-0", "CARL-Baseline-0-diffusion"):
+            result["masks"][name], found = masks(model(name), baseline)
+            arrays |= {f"{name}/{key}": value for key, value in found.items()}
+    if "pictures" in arguments.parts:
+        for name, pairs in (("Baseline", baseline), ("Scale Shift", scaled)):
+            arrays |= {f"{name}/{key}": value for key, value in picture(model("CARL-Baseline-0"), pairs).items()}
+    if "capture" in arguments.parts:
+        capture = capture_radius(build(train, "Baseline", DATA_SEEDS["train"]), baseline, arguments.capture_steps)
+        result["capture"] = capture
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    result["made"] = {**result.get("made", {}), **{part: [arguments.commit, kind] for part in arguments.parts}}
+    path.write_text(json.dumps(result) + "\n")
+    if arrays:
+        np.savez_compressed(arguments.out / "look.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""`carl info`: what a file is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from carlreg.cli._shared import REPORT, is_registration
+
+
+def info(
+    path: Annotated[Path, typer.Argument(help="An image, a transform, a model, or a folder of `carl register`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For a machine to read.")] = False,
+) -> None:
+    """Say what a file or folder is."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
+    from carlreg.cli.convert import is_transform
+
+    if is_registration(path):
+        facts = _registration(path)
+    elif path.suffix.lower() == ".safetensors":
+        facts = model_facts(path)
+    elif is_transform(path):
+        facts = _transform(path)
+    else:
+        facts = _image(path)
+    typer.echo(json.dumps(facts, indent=2) if as_json else as_text(facts))
+
+
+def as_text(facts: dict[str, Any], indent: str = "") -> str:
+    """Facts as lines, nested ones indented."""
+    lines = []
+    for name, value in facts.items():
+        label = f"{indent}{name.replace('_', ' ')}"
+        if isinstance(value, dict):
+            lines.append(f"{label}:\n{as_text(value, indent + '  ')}")
+        elif isinstance(value, list) and value and isinstance(value[0], list):
+            rows = "\n".join(f"{indent}  {'  '.join(f'{number:10.4f}' for number in row)}" for row in value)
+            lines.append(f"{label}:\n{rows}")
+        elif isinstance(value, list):
+            lines.append(f"{label}: {' × '.join(f'{item:g}' for item in value)}")
+        else:
+            lines.append(f"{label}: {value:.6g}" if isinstance(value, float) else f"{label}: {value}")
+    return "\n".join(lines)
+
+
+def _image(path: Path) -> dict[str, Any]:
+    from carlreg import images
+
+    image = images.read(path)
+    facts: dict[str, Any] = {
+        "kind": f"{image.dim}-D image",
+        "voxels": list(image.shape),
+        "spacing_mm": [round(s, 6) for s in image.spacing],
+        "orientation": images.orientation(image),
+        "first_voxel_LPS_mm": " ".join(f"{x:g}" for x in image.affine[:-1, -1].round(4)),
+        "type": str(image.data.dtype),
+        "lowest": image.data.min().item(),
+        "highest": image.data.max().item(),
+        "looks_like_labels": images.looks_like_labels(image),
+    }
+    try:
+        facts["for_the_network"] = images.preprocess(images.to_closest_ras(image))[1].words
+    except images.ImageError as error:
+        facts["for_the_network"] = f"cannot be registered: {error}"
+    return facts
+
+
+def _transform(path: Path) -> dict[str, Any]:
+    import numpy as np
+
+    from carlreg import itk
+
+    if itk.is_learn2reg(path):
+        return {
+            "kind": "Learn2Reg's displacements, in voxels: `carl convert` with --reference makes a transform of them"
+        }
+    transform = itk.read(path)
+    facts: dict[str, Any] = {"kind": f"{transform.dim}-D transform from fixed to moving world points, LPS mm"}
+    if isinstance(transform, itk.ItkTransform):
+        return facts | {"type": str(transform.to_sitk().GetName())}
+    facts |= {"type": "affine" if transform.is_linear else "affine after displacements"}
+    facts["affine"] = transform.affine.round(6).tolist()
+    if not transform.is_linear:
+        lengths = np.linalg.norm(transform.displacement, axis=-1)
+        facts["displacements"] = {
+            "voxels": list(lengths.shape),
+            "spacing_mm": [round(float(s), 6) for s in np.linalg.norm(transform.lattice[:-1, :-1], axis=0)],
+            "mean_mm": float(lengths.mean()),
+            "largest_mm": float(lengths.max()),
+        }
+    return facts
+
+
+def model_facts(path: Path) -> dict[str, Any]:
+    """What a model file says of itself, its size and its checksum."""
+    from carlreg.models import read_metadata
+    from carlreg.product import sha256
+
+    about = read_metadata(path)
+    hidden = ("architecture", "format")
+    return {
+        "kind": "model",
+        **{name: text for name, text in sorted(about.items()) if name not in hidden},
+        "megabytes": round(path.stat().st_size / 1e6, 1),
+        "sha256": sha256(path),
+    }
+
+
+def _registration(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": "folder of `carl register`"}
+    report = path / REPORT
+    if report.is_file():
+        try:
+            content = json.loads(report.read_text())
+        except ValueError as error:
+            raise ValueError(f"{report} is damaged: {error}; expected the report of a registration") from error
+        known = (
+            "inputs",
+            "model",
+            "transform",
+            "io_iterations",
+            "io_over",
+            "metrics",
+            "seconds",
+            "versions",
+            "warnings",
+        )
+        facts |= {name: content[name] for name in known if content.get(name) not in (None, [], {})}
+        if "warnings" in facts:
+            facts["warnings"] = "; ".join(facts["warnings"])
+        for entry in facts.get("inputs", {}).values():
+            entry.pop("sha256_voxels", None)
+    return facts

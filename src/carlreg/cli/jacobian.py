@@ -1,0 +1,53 @@
+"""`carl jacobian`: where a transform stretches, shrinks and folds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carlreg.cli._shared import (
+    IMAGES,
+    Overwrite,
+    Quiet,
+    Reference,
+    Transforms,
+    Verbose,
+    check_new,
+    read_reference,
+    read_transform,
+    set_loudness,
+    working,
+)
+
+
+def jacobian(
+    transform: Transforms,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The image to write.")],
+    reference: Reference = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write det ∇T on the fixed image's grid, and say how much of it folds.
+
+    It is above 1 where the moving image has more volume, below 1 where it has less, below 0 where space is turned
+    inside out.
+    """
+    set_loudness(quiet, verbose)
+    check_new(out, overwrite, IMAGES)
+    from carlreg import images, itk
+
+    with working("determinants", quiet):
+        found = read_transform(transform)
+        grid = read_reference(reference, transform, found)
+        if grid.dim != found.dim:
+            raise ValueError(f"the transform is {found.dim}-D but the reference {grid.dim}-D; expected the same")
+        result = itk.jacobian_determinant(found, grid)
+        images.write(result, out, overwrite=overwrite)
+    values = result.data
+    typer.echo(
+        f"folds {100 * float((values < 0).mean()):.4f} %, determinants from {values.min():.3f} to {values.max():.3f}, "
+        f"mean {values.mean():.3f}"
+    )

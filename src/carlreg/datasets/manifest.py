@@ -1,0 +1,292 @@
+"""Which images there are: read from a CSV file or a folder.
+
+A CSV file has a column `image`, and any two of its images form a pair; or columns `fixed` and `moving`, and its rows
+are the pairs. Paths are relative to the file. Optional are `labels`, or `fixed_seg` and `moving_seg`; `fixed_landmarks`
+and `moving_landmarks`; and `split`, which is `train`, `val` or `test`.
+
+A folder holds images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.gz`; or two folders `train` and `val` that
+do.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import logging
+import os
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PathLike = str | os.PathLike[str]
+
+ENDINGS = (
+    ".nii.gz",
+    ".nii",
+    ".nrrd",
+    ".nhdr",
+    ".mha",
+    ".mhd",
+    ".hdr",
+    ".png",
+    ".tif",
+    ".tiff",
+    ".jpg",
+    ".jpeg",
+    ".bmp",
+)
+LABELS = "_labels"
+SPLITS = ("train", "val", "test")
+OF_IMAGES = {"image", "labels", "split"}
+OF_PAIRS = {"fixed", "moving", "fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks", "split"}
+FRACTION = 0.1
+"""Of the images, kept for validation where nothing else is said."""
+ENOUGH = 6
+"""Images from which on some are kept for validation where nothing else is said."""
+
+log = logging.getLogger(__name__)
+
+
+class DatasetError(ValueError):
+    """Training material that cannot be used. One line: which file, what was found, what to do."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One image, and a label map on its voxels if there is one."""
+
+    image: Path
+    labels: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two cases by their number, and files with as many landmarks each."""
+
+    moving: int
+    fixed: int
+    moving_landmarks: Path | None = None
+    fixed_landmarks: Path | None = None
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Cases and the pairs that they form: those given, or any two."""
+
+    cases: tuple[Case, ...]
+    pairs: tuple[Pair, ...] | None = None
+
+    def some_pairs(self, most: int) -> list[Pair]:
+        """All ordered pairs, or a choice of them that is always the same."""
+        if self.pairs is None:
+            pairs = [Pair(a, b) for a, b in itertools.permutations(range(len(self.cases)), 2)]
+        else:
+            pairs = list(self.pairs)
+        return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
+
+    def __len__(self) -> int:
+        """How many pairs or, where any two will do, images."""
+        return len(self.cases if self.pairs is None else self.pairs)
+
+    @property
+    def unit(self) -> str:
+        return "images" if self.pairs is None else "pairs"
+
+
+def read(
+    source: PathLike, *, val: PathLike | None = None, fraction: float | None = None
+) -> tuple[Cohort, Cohort | None]:
+    """The cases to train on and those to validate with, from a CSV file or a folder.
+
+    The latter come from `val`, another CSV file or folder; or are those that the split says; or a `fraction` of all,
+    chosen always in the same way: by default a tenth, at least two images, and none where there are fewer than six.
+    `fraction=0` is none in any case.
+
+    >>> training, validation = read("scans.csv")
+    """
+    if fraction is not None and not 0 <= fraction < 1:
+        raise DatasetError(f"the fraction for validation is {fraction}; expected 0 or more, and less than 1")
+    if val is not None and fraction is not None:
+        raise DatasetError(f"validation is to be with {val} and with a fraction of {source}; expected one of the two")
+    splits = _read(Path(source))
+    if val is not None:
+        others = _read(Path(val))
+        if "train" in others and "val" not in others:
+            raise DatasetError(f"{val} has a split without 'val'; expected images or pairs to validate with")
+        training, validation = splits.get("all") or splits.get("train"), others.get("all") or others.get("val")
+    elif "all" in splits:
+        training, validation = _divide(splits["all"], fraction, source)
+    else:
+        training, validation = splits.get("train"), splits.get("val") if fraction is None else None
+        if fraction:
+            raise DatasetError(f"{source} says what is for validation itself; expected no fraction, or 0 for none")
+        if fraction is None and validation is None:
+            raise DatasetError(
+                f"{source} has a split without 'val', so the validation set is empty; expected some rows or files of "
+                "it: add them, or choose a fraction of 0 to train without"
+            )
+    if training is None:
+        raise DatasetError(f"{source} has a split without 'train'; expected images to train on")
+    _check(training, source, "train on")
+    if validation is not None:
+        _check(validation, source if val is None else val, "validate with")
+        both = {case.image.resolve() for case in training.cases} & {case.image.resolve() for case in validation.cases}
+        if both:
+            log.warning("%d images are for training and for validation, %s for one", len(both), min(both))
+    return training, validation
+
+
+def _check(cohort: Cohort, source: PathLike, purpose: str) -> None:
+    if cohort.pairs is None and len(cohort.cases) < 2:
+        found = f"only one image ({cohort.cases[0].image})" if cohort.cases else "no image"
+        raise DatasetError(f"{source} has {found} to {purpose}; expected two at least, to form a pair")
+
+
+def _divide(cohort: Cohort, fraction: float | None, source: PathLike) -> tuple[Cohort, Cohort | None]:
+    least = 2 if cohort.pairs is None else 1
+    count = round((FRACTION if fraction is None else fraction) * len(cohort))
+    if fraction is None:
+        count = max(least, count) if len(cohort) >= ENOUGH else 0
+        if not count and len(cohort) >= least:
+            log.warning("%s has only %d %s: none is kept for validation", source, len(cohort), cohort.unit)
+    if not count and not fraction:
+        return cohort, None
+    if count < least or len(cohort) - count < least:
+        raise DatasetError(
+            f"a fraction of {fraction} of the {len(cohort)} {cohort.unit} of {source} leaves {count} for validation "
+            f"and {len(cohort) - count} for training; expected {least} of each at least"
+        )
+    chosen = set(random.Random(0).sample(range(len(cohort)), count))
+    halves = [[i for i in range(len(cohort)) if (i in chosen) == wanted] for wanted in (False, True)]
+    if cohort.pairs is None:
+        training, validation = (Cohort(tuple(cohort.cases[i] for i in half)) for half in halves)
+    else:
+        pairs = cohort.pairs
+        training, validation = (_renumbered(cohort.cases, [pairs[i] for i in half]) for half in halves)
+    return training, validation
+
+
+def _renumbered(cases: Sequence[Case], pairs: Sequence[Pair]) -> Cohort:
+    """These pairs, with only the cases that occur in them."""
+    used = sorted({number for pair in pairs for number in (pair.moving, pair.fixed)})
+    new = {old: number for number, old in enumerate(used)}
+    return Cohort(
+        tuple(cases[i] for i in used),
+        tuple(Pair(new[p.moving], new[p.fixed], p.moving_landmarks, p.fixed_landmarks) for p in pairs),
+    )
+
+
+def _read(source: Path) -> dict[str, Cohort]:
+    """A cohort for each split, or one for "all"."""
+    if source.is_dir():
+        return _read_folder(source)
+    if not source.exists():
+        raise DatasetError(f"{source} does not exist; expected a CSV file or a folder of images")
+    return _read_csv(source)
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def _read_folder(folder: Path) -> dict[str, Cohort]:
+    if (folder / "train").is_dir():
+        return {name: _images_of(folder / name) for name in SPLITS if (folder / name).is_dir()}
+    return {"all": _images_of(folder)}
+
+
+def _images_of(folder: Path) -> Cohort:
+    stems = {path: _stem(path) for path in sorted(folder.iterdir()) if path.is_file() and _stem(path)}
+    labels = {stem.removesuffix(LABELS): path for path, stem in stems.items() if stem.endswith(LABELS)}
+    images = {path: stem for path, stem in stems.items() if not stem.endswith(LABELS)}
+    for stem in labels.keys() - images.values():
+        raise DatasetError(f"{labels[stem]} has no image {stem} beside it; expected one: check the names")
+    if not images:
+        raise DatasetError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}, or a CSV file")
+    return Cohort(tuple(Case(path, labels.get(stem)) for path, stem in images.items()))
+
+
+def _stem(path: Path) -> str:
+    """A file's name without the ending of an image; empty where it has none."""
+    name = path.name
+    ending = next((ending for ending in ENDINGS if name.lower().endswith(ending)), None)
+    return "" if ending is None or name.startswith(".") else name[: -len(ending)]
+
+
+# ---- CSV files ------------------------------------------------------------------------------------------------------
+
+
+def _read_csv(path: Path) -> dict[str, Cohort]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is not text; expected a CSV file, or a folder of images") from error
+    header = lines[0] if lines else ""
+    rows = list(csv.DictReader(lines, delimiter=max(",;\t", key=header.count), skipinitialspace=True))
+    columns = {name.strip() for name in (rows[0] if rows else {}) if name}
+    if not rows:
+        raise DatasetError(f"{path} has no rows; expected a line with column names and one for each image or pair")
+    if "image" in columns:
+        known = OF_IMAGES
+    elif {"fixed", "moving"} <= columns:
+        known = OF_PAIRS
+    else:
+        raise DatasetError(
+            f"{path} has the columns {', '.join(sorted(columns))}; expected 'image', or 'fixed' and 'moving'"
+        )
+    if columns - known:
+        log.warning("%s: not used are the columns %s", path, ", ".join(sorted(columns - known)))
+    splits: dict[str, list[dict[str, Path | None]]] = {}
+    for number, row in enumerate(rows, start=2):
+        cells = {str(name).strip(): (value or "").strip() for name, value in row.items() if name in row and name}
+        split = cells.get("split", "") if "split" in columns else "all"
+        if split not in (*SPLITS, "all"):
+            raise DatasetError(f"{path}, line {number}: split is {split!r}; expected 'train', 'val' or 'test'")
+        for name in ("image",) if known is OF_IMAGES else ("fixed", "moving"):
+            if not cells[name]:
+                raise DatasetError(f"{path}, line {number}: no {name}; expected a path in each row")
+        paths = {name: path.parent / cells[name] if cells.get(name) else None for name in known - {"split"}}
+        splits.setdefault(split, []).append(paths)
+    _check_files((p for paths in splits.values() for row in paths for p in row.values() if p is not None), path)
+    make = _any_two if known is OF_IMAGES else _given_pairs
+    return {split: make(rows, path) for split, rows in splits.items()}
+
+
+def _any_two(rows: Sequence[dict[str, Path | None]], path: Path) -> Cohort:
+    cases = [Case(_there(row["image"]), row["labels"]) for row in rows]
+    seen: set[Path] = set()
+    for case in cases:
+        if case.image in seen:
+            raise DatasetError(f"{path} has {case.image} twice; expected each image once")
+        seen.add(case.image)
+    return Cohort(tuple(cases))
+
+
+def _given_pairs(rows: Sequence[dict[str, Path | None]], path: Path) -> Cohort:
+    numbers: dict[Case, int] = {}
+    pairs = []
+    for row in rows:
+        two = [Case(_there(row[side]), row[f"{side}_seg"]) for side in ("moving", "fixed")]
+        moving, fixed = (numbers.setdefault(case, len(numbers)) for case in two)
+        landmarks = [row[f"{side}_landmarks"] for side in ("moving", "fixed")]
+        if (landmarks[0] is None) != (landmarks[1] is None):
+            raise DatasetError(
+                f"{path} has landmarks for one image only of the pair {two[1].image}, {two[0].image}; "
+                "expected them for both"
+            )
+        pairs.append(Pair(moving, fixed, *landmarks))
+    return Cohort(tuple(numbers), tuple(pairs))
+
+
+def _there(path: Path | None) -> Path:
+    assert path is not None  # each row was checked
+    return path
+
+
+def _check_files(paths: Iterable[Path], source: Path) -> None:
+    missing = [path for path in dict.fromkeys(paths) if not path.exists()]
+    if missing:
+        more = f", and {len(missing) - 1} more of its files" if len(missing) > 1 else ""
+        raise DatasetError(
+            f"{source} names {missing[0]}, which does not exist{more}: paths are relative to the CSV file"
+        )

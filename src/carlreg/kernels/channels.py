@@ -1,0 +1,340 @@
+"""What networks do channel by channel between convolutions: biases, ReLU, batch normalisation, and their gradients.
+
+Features (B, C, *shape) lie channels last in memory: a matrix with one row per voxel. Sums over all voxels are taken
+in float32, part by part, each part by one program, and the parts are added up in an order that never changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Numbers that a program works on at a time."""
+PROGRAMS = 1024
+"""At most so many parts of a sum: a few for each processor of a GPU."""
+
+
+@triton.jit
+def _add_bias(
+    features,  # (rows, channels), as `other` and `out`
+    other,
+    bias,
+    out,
+    rows,
+    channels: tl.constexpr,
+    OTHER: tl.constexpr,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channel = tl.arange(0, CHANNELS)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    at = row.to(tl.int64) * channels + channel
+    valid = (row < rows) & (channel < channels)
+    value = tl.load(features + at, mask=valid).to(tl.float32) + tl.load(bias + channel, mask=channel < channels)
+    if OTHER:
+        value += tl.load(other + at, mask=valid).to(tl.float32)
+    if RELU:
+        value = tl.maximum(value, 0.0)
+    tl.store(out + at, value, mask=valid)
+
+
+@triton.jit
+def _sum_gradient(
+    gradient,  # (rows, channels), as `out` and `masked`
+    out,
+    masked,
+    sums,  # (programs, channels)
+    rows,
+    rows_per_program,
+    channels: tl.constexpr,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Σ gradient, and with RELU the gradient before it, which is zero where its result is."""
+    program = tl.program_id(0)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in range(first, last, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        at = row.to(tl.int64) * channels + channel
+        valid = (row < last) & (channel < channels)
+        g = tl.load(gradient + at, mask=valid, other=0.0).to(tl.float32)
+        if RELU:
+            g = tl.where(tl.load(out + at, mask=valid, other=0.0) > 0, g, 0.0)
+            tl.store(masked + at, g, mask=valid)
+        total += g
+    lane = tl.arange(0, CHANNELS)
+    tl.store(sums + program * channels + lane, tl.sum(total, 0), mask=lane < channels)
+
+
+@triton.jit
+def _statistics(
+    features,  # (rows, channels)
+    parts,  # (2, programs, channels): mean, and sum of squared distances from it
+    rows,
+    rows_per_program,
+    channels: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    # Measured from a value nearby, squares lose no digits to the mean.
+    nearby = tl.load(features + first.to(tl.int64) * channels + channel, mask=channel < channels, other=0.0)
+    nearby = nearby.to(tl.float32)
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    squares = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for start in range(first, last, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        at = row.to(tl.int64) * channels + channel
+        valid = (row < last) & (channel < channels)
+        value = tl.load(features + at, mask=valid, other=0.0).to(tl.float32)
+        value = tl.where(valid, value - nearby, 0.0)
+        total += value
+        squares += value * value
+    count = (last - first).to(tl.float32)
+    mean = tl.sum(total, 0) / count
+    lane = tl.arange(0, CHANNELS)
+    out = parts + program * channels + lane
+    tl.store(out, tl.sum(nearby, 0) + mean, mask=lane < channels)
+    spread = tl.sum(squares, 0) - count * mean * mean
+    tl.store(out + tl.num_programs(0) * channels, spread, mask=lane < channels)
+
+
+@triton.jit
+def _merge_statistics(
+    parts,  # (2, programs, channels)
+    result,  # (2, channels): mean and 1 / deviation
+    running_mean,
+    running_variance,
+    programs,
+    rows,
+    rows_per_program,
+    channels: tl.constexpr,
+    momentum,
+    epsilon,
+    PARTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    part = tl.arange(0, PARTS)
+    inside = channel < channels
+    total = tl.zeros((CHANNELS,), tl.float32)
+    count = rows * 1.0
+    for start in range(0, programs, PARTS):
+        index = (start + part)[:, None]
+        weight = tl.minimum(rows - index * rows_per_program, rows_per_program).to(tl.float32) / count
+        valid = (index < programs) & inside[None, :]
+        mean = tl.load(parts + index * channels + channel[None, :], mask=valid, other=0.0)
+        total += tl.sum(mean * weight, 0)
+    spread = tl.zeros((CHANNELS,), tl.float32)
+    for start in range(0, programs, PARTS):
+        index = (start + part)[:, None]
+        size = tl.minimum(rows - index * rows_per_program, rows_per_program).to(tl.float32)
+        valid = (index < programs) & inside[None, :]
+        at = parts + index * channels + channel[None, :]
+        away = tl.load(at, mask=valid, other=0.0) - total[None, :]
+        within = tl.load(at + programs * channels, mask=valid, other=0.0)
+        spread += tl.sum(tl.where(valid, within + size * away * away, 0.0), 0)
+    tl.store(result + channel, total, mask=inside)
+    tl.store(result + channels + channel, 1 / tl.sqrt(spread / count + epsilon), mask=inside)
+    old_mean = tl.load(running_mean + channel, mask=inside)
+    old_variance = tl.load(running_variance + channel, mask=inside)
+    tl.store(running_mean + channel, old_mean + momentum * (total - old_mean), mask=inside)
+    variance = spread / (count - 1)
+    tl.store(running_variance + channel, old_variance + momentum * (variance - old_variance), mask=inside)
+
+
+@triton.jit
+def _normalize(
+    features,  # (rows, channels)
+    statistics,  # (2, channels): mean and 1 / deviation
+    weight,
+    bias,
+    out,  # (rows, channels)
+    rows,
+    channels: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = channel < channels
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    at = row.to(tl.int64) * channels + channel
+    valid = (row < rows) & inside
+    mean = tl.load(statistics + channel, mask=inside)
+    scale = tl.load(statistics + channels + channel, mask=inside) * tl.load(weight + channel, mask=inside)
+    value = tl.load(features + at, mask=valid).to(tl.float32) - mean
+    tl.store(out + at, value * scale + tl.load(bias + channel, mask=inside), mask=valid)
+
+
+@triton.jit
+def _sum_normalized_gradient(
+    gradient,  # (rows, channels)
+    features,  # (rows, channels)
+    statistics,  # (2, channels)
+    sums,  # (2, programs, channels): Σ g, and Σ g·(x − mean) / deviation
+    rows,
+    rows_per_program,
+    channels: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = channel < channels
+    mean = tl.load(statistics + channel, mask=inside, other=0.0)
+    inverse = tl.load(statistics + channels + channel, mask=inside, other=0.0)
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    product = tl.zeros((ROWS, CHANNELS), tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in range(first, last, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        at = row.to(tl.int64) * channels + channel
+        valid = (row < last) & inside
+        g = tl.load(gradient + at, mask=valid, other=0.0).to(tl.float32)
+        total += g
+        product += g * ((tl.load(features + at, mask=valid, other=0.0).to(tl.float32) - mean) * inverse)
+    lane = tl.arange(0, CHANNELS)
+    out = sums + program * channels + lane
+    tl.store(out, tl.sum(total, 0), mask=lane < channels)
+    tl.store(out + tl.num_programs(0) * channels, tl.sum(product, 0), mask=lane < channels)
+
+
+@triton.jit
+def _normalize_backward(
+    gradient,  # (rows, channels)
+    features,  # (rows, channels)
+    statistics,  # (2, channels)
+    weight,
+    sums,  # (2, channels)
+    out,  # (rows, channels)
+    rows,
+    channels: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """weight / deviation · (g − mean of g − z · mean of g·z), with z = (x − mean) / deviation."""
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = channel < channels
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    at = row.to(tl.int64) * channels + channel
+    valid = (row < rows) & inside
+    inverse = tl.load(statistics + channels + channel, mask=inside)
+    z = (tl.load(features + at, mask=valid).to(tl.float32) - tl.load(statistics + channel, mask=inside)) * inverse
+    mean = tl.load(sums + channel, mask=inside) / rows
+    product = tl.load(sums + channels + channel, mask=inside) / rows
+    g = tl.load(gradient + at, mask=valid).to(tl.float32)
+    result = inverse * tl.load(weight + channel, mask=inside) * (g - mean - z * product)
+    tl.store(out + at, result, mask=valid)
+
+
+def _tiles(features: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Voxels, channels, and a tile's sides."""
+    channels = features.shape[1]
+    width = triton.next_power_of_2(channels)
+    return features.numel() // channels, channels, {"ROWS": max(1, TILE // width), "CHANNELS": width}
+
+
+def _parts(rows: int, tile: dict[str, int]) -> tuple[int, int]:
+    """How many programs share the rows of a sum, and how many rows each takes: whole tiles."""
+    per_program = triton.cdiv(triton.cdiv(rows, tile["ROWS"]), PROGRAMS) * tile["ROWS"]
+    return triton.cdiv(rows, per_program), per_program
+
+
+def _channels_last(gradient: Tensor) -> Tensor:
+    return gradient.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def add_bias(features: Tensor, bias: Tensor, *, other: Tensor | None = None, relu: bool = False) -> Tensor:
+    """features + bias, or relu(features + bias), or features + bias + other. All channels last."""
+    result: Tensor = _AddBias.apply(features, bias, other, relu)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, bias: Tensor, other: Tensor | None, relu: bool) -> Tensor:
+        rows, channels, tile = _tiles(features)
+        out = torch.empty_like(features)
+        programs = (triton.cdiv(rows, tile["ROWS"]),)
+        with_other = features if other is None else other
+        _add_bias[programs](features, with_other, bias, out, rows, channels, OTHER=other is not None, RELU=relu, **tile)
+        ctx.relu, ctx.other = relu, other is not None
+        if relu:
+            ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _channels_last(gradients[0])
+        rows, channels, tile = _tiles(gradient)
+        programs, rows_per_program = _parts(rows, tile)
+        sums = gradient.new_empty(programs, channels, dtype=torch.float32)
+        out, masked = (*ctx.saved_tensors, torch.empty_like(gradient)) if ctx.relu else (gradient, gradient)
+        _sum_gradient[(programs,)](gradient, out, masked, sums, rows, rows_per_program, channels, RELU=ctx.relu, **tile)
+        return masked, sums.sum(dim=0), masked if ctx.other else None, None
+
+
+def batch_norm(features: Tensor, norm: Any) -> Tensor:
+    """A batch normalisation layer in training mode on channels-last features; its running statistics follow."""
+    result: Tensor = _BatchNorm.apply(features, norm.weight, norm.bias, norm)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
+        rows, channels, tile = _tiles(features)
+        programs, rows_per_program = _parts(rows, tile)
+        parts = features.new_empty(2, programs, channels, dtype=torch.float32)
+        _statistics[(programs,)](features, parts, rows, rows_per_program, channels, **tile)
+        statistics = torch.empty_like(parts[:, 0])
+        norm.num_batches_tracked += 1
+        _merge_statistics[(triton.cdiv(channels, 16),)](
+            parts,
+            statistics,
+            norm.running_mean,
+            norm.running_var,
+            programs,
+            rows,
+            rows_per_program,
+            channels,
+            norm.momentum,
+            norm.eps,
+            PARTS=128,
+            CHANNELS=16,
+        )
+        out = torch.empty_like(features)
+        _normalize[(triton.cdiv(rows, tile["ROWS"]),)](features, statistics, weight, bias, out, rows, channels, **tile)
+        ctx.save_for_backward(features, weight, statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        features, weight, statistics = ctx.saved_tensors
+        gradient = _channels_last(gradients[0])
+        rows, channels, tile = _tiles(features)
+        programs, rows_per_program = _parts(rows, tile)
+        parts = features.new_empty(2, programs, channels, dtype=torch.float32)
+        _sum_normalized_gradient[(programs,)](
+            gradient, features, statistics, parts, rows, rows_per_program, channels, **tile
+        )
+        sums = parts.sum(dim=1)
+        out = torch.empty_like(features)
+        _normalize_backward[(triton.cdiv(rows, tile["ROWS"]),)](
+            gradient, features, statistics, weight, sums, out, rows, channels, **tile
+        )
+        return out, sums[1], sums[0], None

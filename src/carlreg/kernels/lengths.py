@@ -1,0 +1,87 @@
+"""Feature vectors scaled to one length, f ↦ length · f / (1e-3 + ‖f‖), and the gradient of that."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Numbers that a program works on at a time."""
+
+
+@triton.jit
+def _scale(
+    features,  # (rows, width)
+    out,  # (rows, PADDED)
+    rows,
+    length,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    lane = tl.arange(0, PADDED)[None, :]
+    f = tl.load(features + row * width + lane, mask=(row < rows) & (lane < width), other=0.0).to(tl.float32)
+    norm = tl.sqrt(tl.sum(f * f, 1))[:, None]
+    tl.store(out + row * PADDED + lane, f * (length / (1e-3 + norm)), mask=row < rows)
+
+
+@triton.jit
+def _scale_backward(
+    features,  # (rows, width)
+    gradient,  # (rows, PADDED)
+    divisor,  # one number for each row, or one for all
+    out,  # (rows, width)
+    rows,
+    length,
+    width: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """length / (1e-3 + n) · (g − f · (f·g) / (n · (1e-3 + n))), with n = ‖f‖ and g the gradient over its divisor."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    lane = tl.arange(0, PADDED)[None, :]
+    valid = (row < rows) & (lane < width)
+    f = tl.load(features + row * width + lane, mask=valid, other=0.0).to(tl.float32)
+    g = tl.load(gradient + row * PADDED + lane, mask=row < rows, other=0.0)
+    g = g / (tl.load(divisor + row, mask=row < rows, other=1.0) if EACH else tl.load(divisor))
+    norm = tl.sqrt(tl.sum(f * f, 1))[:, None]
+    along = tl.sum(f * g, 1)[:, None] / tl.where(norm > 0, norm * (1e-3 + norm), 1.0)
+    tl.store(out + row * width + lane, (length / (1e-3 + norm)) * (g - f * along), mask=valid)
+
+
+def _tile(width: int) -> dict[str, int]:
+    padded = padded_width(width)
+    return {"ROWS": max(1, TILE // padded), "PADDED": padded}
+
+
+def padded_width(width: int) -> int:
+    """The number of features that kernels work with: a power of two, and at least 16."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def scale_to_length(features: Tensor, length: float, dtype: torch.dtype) -> Tensor:
+    """(B, N, C) → (B, N, padded width) in that type, with zeros at the end."""
+    features = features.contiguous()
+    batch, count, width = features.shape
+    tile = _tile(width)
+    out = features.new_empty(batch, count, tile["PADDED"], dtype=dtype)
+    programs = (triton.cdiv(batch * count, tile["ROWS"]),)
+    _scale[programs](features, out, batch * count, length, width, **tile)
+    return out
+
+
+def scale_to_length_backward(features: Tensor, gradient: Tensor, divisor: Tensor, length: float) -> Tensor:
+    """From the gradient (B, N, padded width), over one divisor for each vector, (B, N, 1), or one for all, ()."""
+    features = features.contiguous()
+    batch, count, width = features.shape
+    tile, out = _tile(width), torch.empty_like(features)
+    programs = (triton.cdiv(batch * count, tile["ROWS"]),)
+    each = divisor.dim() > 0
+    _scale_backward[programs](
+        features, gradient, divisor.contiguous(), out, batch * count, length, width, EACH=each, **tile
+    )
+    return out

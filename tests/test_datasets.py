@@ -1,0 +1,434 @@
+"""Training material: what a CSV file or a folder says, what the cache holds, which pairs are drawn."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from carlreg import gradicon, images
+from carlreg.augmentation import Augmentation, apply
+from carlreg.datasets import cache, manifest
+from carlreg.datasets.cache import Prepared, choose_grid, prepare
+from carlreg.datasets.manifest import Case, Cohort, DatasetError, Pair
+from carlreg.datasets.pairs import TrainingPairs, Validation, read_points
+
+pytest.importorskip("SimpleITK")
+
+CPU = torch.device("cpu")
+
+
+def write(path: Path, shape: tuple[int, ...] = (12, 10), seed: int = 0, flip: bool = False) -> Path:
+    """A ball somewhere, bright on dark; where flipped, the same ball stored the other way round."""
+    rng = np.random.default_rng(seed)
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), axis=-1)
+    centre = (np.array(shape) - 1) * rng.uniform(0.35, 0.65, len(shape))
+    data = (200 * np.exp(-((index - centre) ** 2).sum(-1) / 12)).astype(np.uint8)
+    affine = np.diag([-1.0, -1.0, 1.0, 1.0]) if len(shape) == 3 else np.eye(3)  # RAS
+    if flip:
+        affine = affine @ np.array([[-1, 0, 0, shape[0] - 1], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+        data = data[::-1]
+    images.write(images.from_array(np.ascontiguousarray(data), affine), path)
+    return path
+
+
+def write_labels(image: Path, path: Path) -> Path:
+    source = images.read(image)
+    images.write(images.Image((source.data > 80).astype(np.uint8), source.affine), path)
+    return path
+
+
+def table(path: Path, *rows: str) -> Path:
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    for number in range(6):
+        image = write(tmp_path / f"s{number}.nii.gz", seed=number)
+        write_labels(image, tmp_path / f"s{number}_labels.nii.gz")
+    return tmp_path
+
+
+# ---- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_file_of_images(scans: Path) -> None:
+    rows = [f"s{i}.nii.gz,s{i}_labels.nii.gz,{'val' if i > 3 else 'train'}" for i in range(6)]
+    training, validation = manifest.read(table(scans / "a.csv", "image,labels,split", *rows))
+    assert [case.image.name for case in training.cases] == [f"s{i}.nii.gz" for i in range(4)]
+    assert training.pairs is None
+    assert validation is not None
+    assert validation.cases[1] == Case(scans / "s5.nii.gz", scans / "s5_labels.nii.gz")
+    assert validation.some_pairs(9) == [Pair(0, 1), Pair(1, 0)]
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_a_csv_file_of_pairs(scans: Path, mark: str) -> None:
+    rows = ["fixed,moving,fixed_seg,moving_seg", "s0.nii.gz,s1.nii.gz,,", "s2.nii.gz,s0.nii.gz,,", ""]
+    path = table(scans / "a.csv", *(row.replace(",", mark) for row in rows))
+    path.write_text("\ufeff" + path.read_text())  # as Excel writes it
+    training, validation = manifest.read(path, fraction=0)
+    assert validation is None
+    assert [case.image.name for case in training.cases] == ["s1.nii.gz", "s0.nii.gz", "s2.nii.gz"]  # each once
+    assert training.pairs == (Pair(moving=0, fixed=1), Pair(moving=1, fixed=2))
+
+
+def test_a_folder(scans: Path) -> None:
+    (scans / "notes.txt").write_text("not an image")
+    training, validation = manifest.read(scans)
+    assert validation is not None
+    assert (len(training), len(validation)) == (4, 2)  # a tenth, at least two
+    assert {c.image for c in training.cases}.isdisjoint(c.image for c in validation.cases)
+    assert all(c.labels == c.image.with_name(c.image.name.replace(".nii", "_labels.nii")) for c in training.cases)
+    assert manifest.read(scans) == (training, validation)  # always the same
+
+
+def test_a_folder_with_a_split(scans: Path) -> None:
+    for name, numbers in (("train", range(4)), ("val", range(4, 6))):
+        (scans / name).mkdir()
+        for number in numbers:
+            (scans / f"s{number}.nii.gz").rename(scans / name / f"s{number}.nii.gz")
+    training, validation = manifest.read(scans)
+    assert validation is not None
+    assert (len(training), len(validation)) == (4, 2)
+
+
+def test_the_fraction_for_validation(scans: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = table(scans / "a.csv", "image", *(f"s{i}.nii.gz" for i in range(6)))
+    training, validation = manifest.read(path, fraction=0.5)
+    assert validation is not None
+    assert (len(training), len(validation)) == (3, 3)
+    assert manifest.read(path, fraction=0) == (Cohort(tuple(Case(scans / f"s{i}.nii.gz") for i in range(6))), None)
+    few = table(scans / "few.csv", "image,age", *(f"s{i}.nii.gz,50" for i in range(3)))
+    with caplog.at_level(logging.WARNING):
+        assert manifest.read(few)[1] is None
+    assert "none is kept for validation" in caplog.text
+    assert "not used are the columns age" in caplog.text
+    other = table(scans / "other.csv", "image", "s3.nii.gz", "s4.nii.gz")
+    assert manifest.read(few, val=other)[1] == Cohort((Case(scans / "s3.nii.gz"), Case(scans / "s4.nii.gz")))
+    with caplog.at_level(logging.WARNING):
+        manifest.read(few, val=few)
+    assert "3 images are for training and for validation" in caplog.text
+
+
+def test_pairs_are_divided_with_their_images(scans: Path) -> None:
+    path = table(scans / "a.csv", "fixed,moving", *(f"s{i}.nii.gz,s{(i + 1) % 6}.nii.gz" for i in range(6)))
+    training, validation = manifest.read(path, fraction=0.34)
+    assert training.pairs is not None
+    assert validation is not None
+    assert validation.pairs is not None
+    names = [
+        (cohort.cases[p.fixed].image.name, cohort.cases[p.moving].image.name)
+        for cohort in (training, validation)
+        for p in cohort.pairs or ()
+    ]
+    assert sorted(names) == [(f"s{i}.nii.gz", f"s{(i + 1) % 6}.nii.gz") for i in range(6)]
+    assert (len(training), len(validation)) == (4, 2)
+
+
+BAD_TABLES = {
+    "empty": ([""], "has no rows"),
+    "header only": (["image"], "has no rows"),
+    "no column": (["picture", "s0.nii.gz"], "has the columns picture; expected 'image', or 'fixed' and 'moving'"),
+    "one image": (["image", "s0.nii.gz"], r"only one image \(.*s0.nii.gz\) to train on; expected two"),
+    "missing": (["image", "s0.nii.gz", "no.nii.gz", "nor.nii.gz"], "no.nii.gz, which does not exist, and 1 more"),
+    "twice": (["image", "s0.nii.gz", "s0.nii.gz"], "s0.nii.gz twice"),
+    "a hole": (["image,labels", "s0.nii.gz,", ",s0_labels.nii.gz"], "line 3: no image"),
+    "a split": (["image,split", "s0.nii.gz,train", "s1.nii.gz,evaluate"], "line 3: split is 'evaluate'"),
+    "no val": (["image,split", "s0.nii.gz,train", "s1.nii.gz,train"], "the validation set is empty"),
+    "one val": (["image,split", "s0.nii.gz,train", "s1.nii.gz,train", "s2.nii.gz,val"], "one image .* to validate"),
+    "no train": (["image,split", "s0.nii.gz,val", "s1.nii.gz,val"], "split without 'train'"),
+    "landmarks": (["fixed,moving,fixed_landmarks", "s0.nii.gz,s1.nii.gz,s2.nii.gz"], "landmarks for one image only"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TABLES)
+def test_bad_tables_are_named(scans: Path, case: str) -> None:
+    rows, message = BAD_TABLES[case]
+    with pytest.raises(DatasetError, match=message) as error:
+        manifest.read(table(scans / "a.csv", *rows))
+    assert "a.csv" in str(error.value)
+
+
+def test_other_bad_sources_are_named(scans: Path) -> None:
+    path = table(scans / "a.csv", "image", *(f"s{i}.nii.gz" for i in range(6)))
+    with pytest.raises(DatasetError, match="leaves 1 for validation and 5 for training; expected 2 of each"):
+        manifest.read(path, fraction=0.1)
+    with pytest.raises(DatasetError, match=r"1\.5; expected 0 or more, and less than 1"):
+        manifest.read(path, fraction=1.5)
+    with pytest.raises(DatasetError, match="expected one of the two"):
+        manifest.read(path, val=path, fraction=0.5)
+    with pytest.raises(DatasetError, match="does not exist; expected a CSV file or a folder"):
+        manifest.read(scans / "no.csv")
+    with pytest.raises(DatasetError, match="is not text; expected a CSV file"):
+        manifest.read(scans / "s0.nii.gz")
+    (scans / "hollow").mkdir()
+    with pytest.raises(DatasetError, match="hollow holds no image"):
+        manifest.read(scans / "hollow")
+    (scans / "s0.nii.gz").unlink()
+    with pytest.raises(DatasetError, match=r"s0_labels.* has no image s0 beside it"):
+        manifest.read(scans)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def test_prepared_images_are_what_register_would_see(tmp_path: Path) -> None:
+    image = write(tmp_path / "a.nii.gz", (12, 10, 8))
+    labels = write_labels(image, tmp_path / "labels.nii.gz")
+    (prepared,) = prepare([Case(image, labels)], (9, 10, 7), tmp_path / "cache")
+    source = images.to_closest_ras(images.read(image))
+    expected = images.resize(images.preprocess(source)[0], (9, 10, 7))[0]
+    assert prepared.image.dtype == torch.uint8
+    assert (prepared.image.float() / 255 - expected).abs().max() <= 0.5 / 255 + 1e-6
+    assert prepared.labels is not None
+    mask = torch.from_numpy((source.data > 80).astype(np.uint8))[None, None]
+    assert torch.equal(prepared.labels, images.resize_labels(mask, (9, 10, 7))[0])
+
+
+def test_headers_are_heeded(tmp_path: Path) -> None:
+    """The same ball, stored the other way round with a header that says so, gives the same tensor."""
+    paths = [write(tmp_path / f"{flip}.nii.gz", (12, 10, 8), flip=flip) for flip in (False, True)]
+    one, other = prepare([Case(path) for path in paths], (12, 10, 8), tmp_path / "cache")
+    assert not np.array_equal(images.read(paths[0]).data, images.read(paths[1]).data)
+    assert torch.equal(one.image, other.image)
+    assert one.digest == other.digest
+
+
+def test_the_cache_notices_what_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = write(tmp_path / "a.nii.gz")
+    case, folder = Case(image), tmp_path / "cache"
+    made = []
+    make = cache._make
+    monkeypatch.setattr(cache, "_make", lambda case, grid: made.append(1) or make(case, grid))
+    first = prepare([case], (8, 8), folder)[0]
+    again = prepare([case], (8, 8), folder)[0]
+    assert len(made) == 1
+    assert torch.equal(first.image, again.image)
+    prepare([case], (8, 9), folder)  # another grid
+    assert len(made) == 2
+    prepare([Case(image, write_labels(image, tmp_path / "l.nii.gz"))], (8, 8), folder)  # labels
+    assert len(made) == 3
+    image.unlink()
+    write(image, seed=5)
+    os.utime(image, ns=(1, 1))
+    assert not torch.equal(prepare([case], (8, 8), folder)[0].image, first.image)  # another file of that name
+    assert len(made) == 4
+    monkeypatch.setattr(cache, "PREPARATION", cache.PREPARATION + 1)
+    prepare([case], (8, 8), folder)  # other code
+    assert len(made) == 5
+    for path in folder.iterdir():
+        path.write_bytes(b"damaged")
+    prepare([case], (8, 8), folder)
+    assert len(made) == 6
+    assert all(path.suffix == ".safetensors" for path in folder.iterdir())  # nothing half written
+
+
+def test_the_grid(tmp_path: Path) -> None:
+    cases = [Case(write(tmp_path / f"{n}.nii.gz", (n, 10))) for n in (8, 12, 300)]
+    assert choose_grid(cases) == (12, 10)
+    assert choose_grid(cases[2:]) == (256, 10)
+    assert choose_grid(cases, (32,)) == (32, 32)
+    assert choose_grid(cases, (32, 16)) == (32, 16)
+    with pytest.raises(ValueError, match="the grid has 3 sides"):
+        choose_grid(cases, (8, 8, 8))
+    with pytest.raises(ValueError, match="at least 4"):
+        choose_grid(cases, (2, 8))
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.cache_folder() == tmp_path / "carlreg"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_folder() == Path.home() / ".cache" / "carlreg"
+
+
+def test_bad_images_are_named_all_together(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.nii.gz")
+    (tmp_path / "broken.nii.gz").write_bytes(b"no image")
+    images.write(images.from_array(np.full((8, 8), 3, np.uint8)), tmp_path / "flat.nii.gz")
+    volume = write(tmp_path / "volume.nii.gz", (8, 8, 8))
+    small = write_labels(write(tmp_path / "other.nii.gz", (11, 10)), tmp_path / "small.nii.gz")
+    empty = tmp_path / "empty.nii.gz"
+    images.write(images.from_array(np.zeros((12, 10), np.uint8), images.read(good).affine), empty)
+    elsewhere = tmp_path / "elsewhere.nii.gz"
+    moved = np.eye(3)
+    moved[0, 2] = 2.0
+    images.write(images.from_array(np.ones((12, 10), np.uint8), moved), elsewhere)
+    ramp = tmp_path / "ramp.nii.gz"
+    images.write(images.from_array(np.linspace(0, 1, 120, dtype=np.float32).reshape(12, 10)), ramp)
+    bad = {
+        Case(tmp_path / "broken.nii.gz"): "broken.nii.gz",
+        Case(tmp_path / "flat.nii.gz"): "flat.nii.gz is constant: every voxel is 3",
+        Case(volume): "volume.nii.gz is 3-D but the others are 2-D",
+        Case(good, small): "small.nii.gz has 11 × 10 voxels but .*good.nii.gz has 12 × 10; expected a label map",
+        Case(good, elsewhere): "elsewhere.nii.gz lies up to 2 mm away from .*good.nii.gz",
+        Case(good, empty): "empty.nii.gz is empty",
+        Case(good, ramp): "ramp.nii.gz holds values that are not whole numbers",
+    }
+    for case, message in bad.items():
+        with pytest.raises(DatasetError, match=message):
+            prepare([Case(good), case], (8, 8), tmp_path / "cache")
+    with pytest.raises(DatasetError, match=r"broken.* \(nor can these be used: .*flat.nii.gz, .*volume.nii.gz\)"):
+        prepare([Case(good), *list(bad)[:3]], (8, 8), tmp_path / "cache")
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    case = Case(write(tmp_path / "a.nii.gz"))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(OSError, match="File too large") as error:
+            prepare([case], (8, 8), tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(error.value.filename).parent == tmp_path / "cache"
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def constant_images(count: int) -> list[Prepared]:
+    """Image number i has the value i everywhere, so that a batch shows who was drawn."""
+    eye = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+    return [Prepared(torch.full((1, 8, 8), i, dtype=torch.uint8), None, eye, (7.0, 7.0), "", "") for i in range(count)]
+
+
+def who(batch: torch.Tensor) -> list[int]:
+    return (255 * batch[:, 0, 4, 4]).round().int().tolist()
+
+
+def test_any_two_different_images_are_drawn() -> None:
+    cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)))
+    draw = TrainingPairs(cohort, constant_images(4), batch=50, device=CPU)
+    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0)))
+    assert len({*zip(moving, fixed, strict=True)}) == 12
+    assert all(a != b for a, b in zip(moving, fixed, strict=True))
+
+
+def test_given_pairs_are_drawn() -> None:
+    cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)), (Pair(1, 0), Pair(2, 3)))
+    draw = TrainingPairs(cohort, constant_images(4), batch=20, device=CPU)
+    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0)))
+    assert {*zip(moving, fixed, strict=True)} == {(1, 0), (2, 3)}
+    with pytest.raises(ValueError, match="the batch is 0"):
+        TrainingPairs(cohort, constant_images(4), batch=0, device=CPU)
+
+
+def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    from carlreg.distributed import Team
+
+    rng = torch.Generator().manual_seed(1)
+    eye = constant_images(1)[0].world_to_unit
+    prepared = [
+        Prepared(torch.randint(255, (1, 8, 8), generator=rng).byte(), None, eye, (7.0, 7.0), "", "") for _ in range(5)
+    ]
+    cohort = Cohort(tuple(Case(Path(str(i))) for i in range(5)))
+
+    def part(rank: int, size: int) -> torch.Tensor:
+        monkeypatch.setattr(Team, "current", lambda: Team(rank, size))
+        draw = TrainingPairs(cohort, prepared, batch=4, device=CPU, augmentation=Augmentation(flips=True))
+        return torch.stack(draw(torch.Generator().manual_seed(3)))
+
+    whole = part(0, 1)
+    assert torch.equal(part(0, 2), whole[:, 0::2])
+    assert torch.equal(part(1, 2), whole[:, 1::2])
+
+
+def test_flips_and_permutations_are_exact_and_common_to_the_pair() -> None:
+    image = torch.rand(1, 1, 5, 5, 5)
+    pairs = 600
+    turned = Augmentation(affine=0, flips=True, permutations=True)
+    of_moving, of_fixed = turned.draw(pairs, 3, torch.Generator().manual_seed(0))
+    assert torch.equal(of_moving.matrix, of_fixed.matrix)
+    seen = apply(of_moving, image.expand(pairs, -1, -1, -1, -1))
+    expected = torch.stack(
+        [
+            image[0, 0].permute(order).flip(axes)
+            for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+            for axes in ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
+        ]
+    )
+    distance = torch.cdist(seen.flatten(1).double(), expected.flatten(1).double())
+    assert distance.amin(dim=1).max() < 1e-3
+    assert len(distance.argmin(dim=1).unique()) == 48  # each of them occurs
+
+
+def test_affine_noise_has_the_size_that_was_asked_for() -> None:
+    of_moving, of_fixed = Augmentation(affine=0.05).draw(4000, 2, torch.Generator().manual_seed(0))
+    for maps in (of_moving, of_fixed):
+        off = maps.linear - torch.eye(2)
+        assert off.std().item() == pytest.approx(0.05, rel=0.05)
+        centre = maps(torch.full((4000, 1, 2), 0.5)) - 0.5
+        assert (2 * centre).std().item() == pytest.approx(0.05, rel=0.05)  # in coordinates from −1 to 1
+    assert abs(float((of_moving.linear - torch.eye(2)).mul(of_fixed.linear - torch.eye(2)).mean())) < 1e-3
+    nothing = Augmentation(affine=0).draw(2, 3, torch.Generator())[0]
+    x = torch.rand(2, 9, 3)
+    assert torch.allclose(nothing(x), x)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+def shifted(tmp_path: Path) -> tuple[Cohort, list[Prepared]]:
+    """Two images of one square, two voxels apart along the first axis, with labels."""
+    cases = []
+    for name, start in (("a", 4), ("b", 6)):
+        data = np.zeros((17, 17), np.uint8)
+        data[start : start + 6, 5:12] = 200
+        data[0, 0] = 10
+        images.write(images.from_array(data), tmp_path / f"{name}.nii.gz")
+        images.write(images.from_array((data > 100).astype(np.uint8)), tmp_path / f"{name}_labels.nii.gz")
+        cases.append(Case(tmp_path / f"{name}.nii.gz", tmp_path / f"{name}_labels.nii.gz"))
+    return Cohort(tuple(cases)), prepare(cases, (17, 17), tmp_path / "cache")
+
+
+def test_validation_by_dice(tmp_path: Path) -> None:
+    cohort, prepared = shifted(tmp_path)
+    judge = Validation(cohort, prepared, device=CPU)
+    assert judge.measure == "Dice"
+    assert judge() == pytest.approx(2 * 4 * 7 / (2 * 6 * 7))  # four of six rows overlap
+    identity = gradicon(2, 2, unet_down=(4,) * 5, unet_up=(4,) * 5).eval()  # its last convolutions are zero
+    assert judge(identity) == pytest.approx(judge())
+    assert judge.latest is not None
+    assert judge.latest.folds == 0
+
+
+def test_validation_by_landmarks_and_by_similarity(tmp_path: Path) -> None:
+    cohort, prepared = shifted(tmp_path)
+    bare = [Prepared(p.image, None, p.world_to_unit, p.size, p.intensities, p.digest) for p in prepared]
+    (tmp_path / "a.csv").write_text("x,y\n4,5\n9,11\n")
+    (tmp_path / "b.txt").write_text("6 5\n1.3e1 11\n")
+    pair = Pair(0, 1, tmp_path / "a.csv", tmp_path / "b.txt")
+    judge = Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
+    assert judge.measure == "landmark error, mm"
+    assert judge() == pytest.approx(-3.0, abs=1e-4)  # 2 mm and 4 mm
+    plain = Validation(cohort, bare, device=CPU, similarity="ssd")
+    assert plain.measure == "ssd"
+    a, b = (p.image.float() / 255 for p in prepared)
+    assert plain() == pytest.approx(-float(((a - b) ** 2).mean()), rel=1e-5)
+    (tmp_path / "b.txt").write_text("6 5\n")
+    with pytest.raises(DatasetError, match=r"a\.csv has 2 landmarks and .*b\.txt has 1; expected as many"):
+        Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
+    (tmp_path / "b.txt").write_text("6 5\nhere 3\n")
+    with pytest.raises(DatasetError, match="is not a list of landmarks"):
+        read_points(tmp_path / "b.txt", 2)
+    (tmp_path / "b.txt").write_text("6 5 4\n")
+    with pytest.raises(DatasetError, match="expected 2 finite numbers a line"):
+        read_points(tmp_path / "b.txt", 2)
+
+
+def test_validation_pairs_are_limited_and_always_the_same() -> None:
+    cohort = Cohort(tuple(Case(Path(str(i))) for i in range(9)))
+    chosen = cohort.some_pairs(10)
+    assert len({*chosen}) == 10
+    assert chosen == cohort.some_pairs(10)
