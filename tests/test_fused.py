@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from carlreg import DisplacementField, kernels
-from carlreg.grids import Grid, interpolate
+from carlreg import DisplacementField, grids, kernels
+from carlreg.grids import Grid, enlarge, interpolate
 from carlreg.losses import gaussian_blur, local_correlation
-from carlreg.networks import Encoder, conv, conv_by_patches
+from carlreg.networks import Encoder, UNet, conv, conv_by_patches
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
 channels = pytest.importorskip("carlreg.kernels.channels")
 correlation = pytest.importorskip("carlreg.kernels.correlation")
 sampling = pytest.importorskip("carlreg.kernels.sampling")
+upsampling = pytest.importorskip("carlreg.kernels.upsampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 3, 5, 7, 3), (1, 16, 9, 40), (3, 5, 1, 1, 2), (2, 128, 4, 5, 3)]
@@ -88,19 +89,27 @@ def test_batch_norm(shape: tuple[int, ...], far: float) -> None:
 
 @pytest.mark.parametrize("dim", [2, 3])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_encoder_is_the_same_with_kernels(dim: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = torch.rand(2, 1, *(7,) * dim, device=DEVICE)
-    plain = Encoder(dim, width=8).to(DEVICE).train(training)
+@pytest.mark.parametrize("network", [Encoder, UNet])
+def test_networks_are_the_same_with_kernels(
+    network: type[Encoder] | type[UNet], dim: int, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Encoder(dim, width=8) if network is Encoder else UNet(dim, down=(4, 8), up=(8, 4))
+    plain = plain.to(DEVICE).train(training)
+    if isinstance(plain, UNet):
+        nn.init.normal_(plain.last.weight)
     fused = copy.deepcopy(plain)
-    upstream = torch.randn(2, 8, *(7,) * dim, device=DEVICE)
-    expected = plain(image)
+    images = [torch.rand(2, 1, *(7, 6, 9)[:dim], device=DEVICE) for _ in range(1 if network is Encoder else 2)]
+    expected = plain(*images)
+    upstream = torch.randn_like(expected)
     expected.backward(upstream)
     calls = []
-    monkeypatch.setattr(kernels, "take", lambda features: calls.append(1) or True)
+    monkeypatch.setattr(kernels, "take", lambda f: f.movedim(1, -1).is_contiguous() and not calls.append(1))
     monkeypatch.setattr("carlreg.networks.channels_last", channels._channels_last)
-    answer = fused(image)
+    monkeypatch.setattr("carlreg.precision.channels_last", channels._channels_last)
+    monkeypatch.setattr("carlreg.networks._few", lambda _: False)
+    answer = fused(*images)
     answer.backward(upstream)
-    assert len(calls) >= 10
+    assert len(calls) >= (10 if network is Encoder else (2 * training + 2 * (dim == 3)))
     assert (answer - expected).norm() < 1e-4 * expected.norm()
     for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm() + 1e-3, name
@@ -117,6 +126,23 @@ def test_convolution_by_patches(dim: int) -> None:
         torch.autograd.grad(answer, (image, layer.weight), upstream),
         torch.autograd.grad(expected, (image, layer.weight), upstream),
         1e-12,
+    )
+
+
+@pytest.mark.parametrize(("shape", "inputs", "outputs"), [((2, 3, 4), 5, 3), ((1, 2, 1), 2, 2)], ids=str)
+def test_up_step(shape: tuple[int, ...], inputs: int, outputs: int) -> None:
+    features, shortcut = channels_last(2, inputs, *shape), channels_last(2, inputs, *shape)
+    weight = torch.randn(inputs, outputs, 4, 4, 4, device=DEVICE, requires_grad=True)
+    bias = torch.randn(outputs, device=DEVICE, requires_grad=True)
+    exact = double(features, shortcut, weight, bias)
+    answer = upsampling.up_step(features, shortcut, weight, bias)
+    expected = nn.functional.conv_transpose3d(exact[0], exact[2], exact[3], stride=2, padding=1)
+    expected = expected + enlarge(exact[1][:, :outputs])
+    assert_same((answer,), (expected,))
+    upstream = torch.randn(answer.shape, device=DEVICE)
+    assert_same(
+        torch.autograd.grad(answer, (features, shortcut, weight, bias), upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
     )
 
 
@@ -192,3 +218,13 @@ def test_local_correlation(shape: tuple[int, ...], far: float, both: bool, monke
         torch.autograd.grad(expected, exact[: 1 + both], upstream.double()),
         tolerance,
     )
+
+
+def test_slopes_at_the_border_without_kernels() -> None:
+    """Sampling by index: at the last voxel the slope is that of the last cell, not that of a fall to zero."""
+    image = torch.tensor([5.0, 6.0, 8.0], dtype=torch.float64).reshape(1, 1, 3)
+    points = torch.tensor([0.0, 0.75, 1.0], dtype=torch.float64).reshape(1, 3, 1).requires_grad_()
+    values = grids._sample_by_index(image, points, "linear", "border")
+    assert values.flatten().tolist() == [5.0, 7.0, 8.0]
+    (slope,) = torch.autograd.grad(values.sum(), points)
+    assert slope.flatten().tolist() == [2.0, 4.0, 4.0]

@@ -148,6 +148,8 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
     if outside == "border":
         position = position.clamp(torch.zeros_like(size), size - 1)
     low = position.round() if mode == "nearest" else position.floor()
+    if mode == "linear" and outside == "border":  # the last voxel belongs to the cell before it, which has a slope
+        low = torch.minimum(low, (size - 2).clamp(min=0))
     fraction = position - low
     low = low.long()
     batch = torch.arange(len(image), device=image.device)[:, None]

@@ -213,20 +213,31 @@ class UNet(Network):
             change = layer(F.leaky_relu(features))
             features = change + fit_channels(pool(features), change.shape[1])
         for layer, norm in zip(self.up_convs, self.norms, strict=True):
-            change = up_conv(F.leaky_relu(features), layer)
-            enlarged = enlarge(fit_channels(features, change.shape[1]))
             skip = skips.pop()
             inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
-            features = torch.cat([normalize(norm, change + enlarged)[inside], skip], dim=1)
+            features = torch.cat([normalize(norm, up_step(features, layer))[inside], skip], dim=1)
         # cuDNN is slow where channels are few.
         return (conv_in_groups(features, self.last) if features.is_cuda else self.last(features)) / 10
+
+
+def up_step(features: Tensor, layer: Any) -> Tensor:
+    """To twice as many voxels per axis: a transposed convolution beside a shortcut."""
+    change, outputs = F.leaky_relu(features), layer.out_channels
+    if features.dim() == 5 and not _few(features) and outputs <= features.shape[1] and kernels.take(features):
+        from carlreg.kernels import upsampling
+
+        return upsampling.up_step(change, features, layer.weight, layer.bias)
+    return up_conv(change, layer) + enlarge(fit_channels(features, outputs))
+
+
+def _few(features: Tensor) -> bool:
+    return features.shape[2:].numel() <= 16**3
 
 
 def up_conv(features: Tensor, layer: Any) -> Tensor:
     """A transposed convolution of kernel 4 and stride 2, with its gradients as matrix products: for small grids on a
     GPU, where cuDNN takes many times as long."""
-    few = features.shape[2:].numel() <= 16**3
-    if not (features.is_cuda and few and torch.is_grad_enabled()):
+    if not (features.is_cuda and _few(features) and torch.is_grad_enabled()):
         return layer(features)
     kind = features.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features.dtype

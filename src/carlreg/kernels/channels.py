@@ -272,20 +272,33 @@ class _AddBias(torch.autograd.Function):
         programs = (triton.cdiv(rows, tile["ROWS"]),)
         with_other = features if other is None else other
         _add_bias[programs](features, with_other, bias, out, rows, channels, OTHER=other is not None, RELU=relu, **tile)
-        ctx.relu, ctx.other = relu, other is not None
+        ctx.other = other is not None
         if relu:
             ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _channels_last(gradients[0])
-        rows, channels, tile = _tiles(gradient)
-        programs, rows_per_program = _parts(rows, tile)
-        sums = gradient.new_empty(programs, channels, dtype=torch.float32)
-        out, masked = (*ctx.saved_tensors, torch.empty_like(gradient)) if ctx.relu else (gradient, gradient)
-        _sum_gradient[(programs,)](gradient, out, masked, sums, rows, rows_per_program, channels, RELU=ctx.relu, **tile)
-        return masked, sums.sum(dim=0), masked if ctx.other else None, None
+        masked, by_bias = _gradients(_channels_last(gradients[0]), *ctx.saved_tensors)
+        return masked, by_bias, masked if ctx.other else None, None
+
+
+def _gradients(gradient: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient before a ReLU that gave `out`, if there was one, and before a bias."""
+    rows, channels, tile = _tiles(gradient)
+    programs, rows_per_program = _parts(rows, tile)
+    sums = gradient.new_empty(programs, channels, dtype=torch.float32)
+    masked = gradient if out is None else torch.empty_like(gradient)
+    _sum_gradient[(programs,)](
+        gradient, gradient if out is None else out, masked, sums, rows, rows_per_program, channels,
+        RELU=out is not None, **tile,
+    )  # fmt: skip
+    return masked, sums.sum(dim=0)
+
+
+def sum_channels(features: Tensor) -> Tensor:
+    """Each channel of channels-last features (B, C, *shape) summed in float32: (C,)."""
+    return _gradients(features)[1]
 
 
 def batch_norm(features: Tensor, norm: Any) -> Tensor:
