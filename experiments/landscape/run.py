@@ -116,7 +116,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     report = {"commit": commit, "steps": arguments.steps, "t": shifts.tolist(), "curves": found}
-    (arguments.out / "results.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    (arguments.out / "results.json").write_text(
+        json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     print({name: values["share_towards_0"] for name, values in found.items()})
     draw(report, arguments.out / "landscape.png")
 
