@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -155,6 +156,37 @@ def test_files_of_other_tools_give_the_same_figures(folder: Path) -> None:
     assert figures[0][-1] > 0.1
 
 
+def test_folders_of_ants_and_of_learn2reg(folder: Path) -> None:
+    """ANTs' inverse is its affine part undone, then the inverse warp."""
+    fixed, _ = anatomy(FIXED, 0 * SHIFT)
+    place = folder / "ants" / "b_to_a"
+    place.mkdir(parents=True)
+    turn = np.array([[0.98, -0.1, 0], [0.1, 0.98, 0], [0, 0, 1.02]])
+    affine = sitk.AffineTransform(3)
+    affine.SetMatrix(turn.ravel().tolist())
+    affine.SetTranslation(SHIFT.tolist())
+    sitk.WriteTransform(affine, str(place / "x0GenericAffine.mat"))
+    bent = itk.sample(lambda points: points + np.sin(points / 6), fixed)
+    itk.write_warp(bent, fixed, place / "x1Warp.nii.gz")
+    itk.write_warp(itk.invert(bent, fixed)[0], fixed, place / "x1InverseWarp.nii.gz")
+    (pair, _) = read_pairs(folder / "pairs.csv")
+    scores = score(pair, in_folder(folder / "ants"))
+    assert scores.failures == []
+    assert scores.figures["inverse_consistency_mm"] < 0.2  # the two fields are interpolated
+    expected = itk.read([place / "x1Warp.nii.gz", place / "x0GenericAffine.mat"])
+    points = [read_landmarks(folder / f"{name}.csv", fixed) for name in "ab"]
+    assert scores.tre_mm == pytest.approx(np.linalg.norm(expected(points[0]) - points[1], axis=-1).tolist())
+    (folder / "l2r").mkdir()
+    field = itk.learn2reg(lambda points: points + SHIFT, fixed, fixed)
+    nibabel.save(nibabel.Nifti1Image(field, np.eye(4)), folder / "l2r" / "disp_0001_0002.nii.gz")
+    files = []
+    for name, number in (("a", 1), ("b", 2)):
+        files.append(folder / f"AbdomenCTCT_{number:04}_0000.nii.gz")
+        (folder / f"{name}.nii.gz").rename(files[-1])
+    other = dataclasses.replace(pair, name="0002_to_0001", fixed=files[0], moving=files[1])
+    assert score(other, in_folder(folder / "l2r")).figures["tre_mm"] < 1e-4
+
+
 def test_a_composite_of_two_fields_is_evaluated_too(folder: Path) -> None:
     image, _ = anatomy(FIXED, 0 * SHIFT)
     for name in ("one", "two"):
@@ -206,7 +238,8 @@ def corrupt(folder: Path, what: str) -> dict[str, str]:
         return good | {"transform": "small.nii.gz"}
     if what == "small transform":
         image, _ = anatomy(FIXED, 0 * SHIFT)
-        itk.write(itk.sample(lambda points: points, from_array(image.data[:10], image.affine)), folder / "s.h5")
+        part = from_array(image.data[:10], image.affine)
+        itk.write(itk.sample(lambda points: points + np.sin(points), part), folder / "s.h5")
         return good | {"transform": "s.h5"}
     if what == "no result":
         return good | {"transform": ""}

@@ -50,7 +50,7 @@ def test_the_30_abdomen_pairs_are_the_paper_s() -> None:
     assert all(case in abdomen1k.SPLITS["test"] for pair in expected for case in pair)
     paper = SHARED / "paper" / "carl_cvpr2025.tex"
     if paper.is_file():
-        text = paper.read_text()
+        text = paper.read_text(encoding="utf-8")
         text = text[text.index("We used the following 30 image pairs") :]
         assert [(int(a), int(b)) for a, b in re.findall(r"^(\d{5}) (\d{5})", text, re.MULTILINE)] == expected
 

@@ -41,7 +41,7 @@ def main() -> None:
         assert pair.moving_seg is not None
         seen = explain(fixed=pair.fixed, moving=pair.moving, model=arguments.model, device=arguments.device)
         voxels = seen.random_voxels(25)
-        spreads, near = [], []
+        spreads, near, border = [], [], []
         for voxel in voxels:
             mask = seen.mask(voxel)
             _, spread = seen.match(mask)
@@ -50,6 +50,7 @@ def main() -> None:
             peak = world.reshape(-1, mask.dim)[mask.data.argmax()]
             near.append(float(mask.data[np.linalg.norm(world - peak, axis=-1) < NEAR_MM].sum()))
             spreads.append(spread)
+            border.append(1 - float(mask.data[(slice(2, -2),) * mask.dim].sum()))
         certainty = seen.certainty()
         trained, heat, scores = probe(seen, read_labels(pair.moving_seg), read_labels(pair.fixed_seg), ORGANS)
         rows.append(
@@ -57,6 +58,7 @@ def main() -> None:
                 "pair": pair.name,
                 "spread_mm_of_25_voxels": {"median": float(np.median(spreads)), "largest": max(spreads)},
                 f"share_within_{NEAR_MM:.0f}_mm_of_the_peak": {"median": float(np.median(near)), "least": min(near)},
+                "share_in_the_two_outermost_layers_of_the_padding": {"largest": max(border)},
                 "spread_mm_of_all_voxels": {"median": float(np.median(certainty.data))},
                 "probe_dice": {learn2reg.LABELS[label]: score for label, score in scores.items()},
             }

@@ -123,7 +123,7 @@ def cached(method: Method, folder: PathLike) -> Method:
         place = root / pair.name
         report = place / "report.json"
         if report.is_file():
-            failure = json.loads(report.read_text()).get("failure")
+            failure = json.loads(report.read_text(encoding="utf-8")).get("failure")
             if failure is not None:
                 raise RuntimeError(f"{failure} (as recorded in {report})")
             return in_folder(root)(pair, fixed, moving)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from carlreg import images, itk
 from carlreg.datasets.tables import FILES, Pair, stem
-from carlreg.images import Image, PathLike, _header, _sitk, map_points
+from carlreg.images import Image, PathLike, _sitk, map_points
 from carlreg.itk import ItkTransform, WorldTransform, invert_matrix
-from carlreg.metrics import determinant_per_voxel, dice, hd95, mean_score, spread_of_log
+from carlreg.metrics import dice, hd95, mean_score, spread_of_log
 from carlreg.models import write_atomically
 
 WorldMap = WorldTransform | ItkTransform
@@ -45,7 +45,7 @@ FIGURES = {
 }
 """What is measured of each pair, and its heading in a table."""
 HIGHER_IS_BETTER = ("dice",)
-BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError, ArithmeticError, LookupError, MemoryError)
 
 
 # ---- results and where they come from -------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
             undo = invert_matrix(affine.affine)
             inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
     elif backward:
-        inverse = read_result(backward, moving, fixed)
-    return Result(read_result(forward, fixed, moving), inverse, **_told(forward[0].parent))
+        inverse = read_result(backward, moving)
+    return Result(read_result(forward, fixed), inverse, **_told(forward[0].parent))
 
 
 def by_model(model: str, *, save: PathLike | None = None, **options: Any) -> Method:
@@ -166,11 +166,11 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def read_result(files: Sequence[Path], fixed: Image, moving: Image) -> WorldMap:
+def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
     """T from the files of a result: a transform of ITK's, displacements in millimetres on the fixed grid, ANTs' pair of
     both, or displacements in voxels as Learn2Reg wants them, (*shape, D) in a plain NIfTI image."""
-    if len(files) == 1 and files[0].name.lower().endswith((".nii", ".nii.gz")) and _is_learn2reg(files[0]):
-        return _read_learn2reg(files[0], fixed, moving)
+    if len(files) == 1 and itk.is_learn2reg(files[0]):
+        return itk.read_learn2reg(files[0], fixed)
     found = itk.read(list(files))
     dim = found.dim if isinstance(found, WorldTransform) else found.transform.GetDimension()
     if dim != fixed.dim:
@@ -191,22 +191,6 @@ def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
             f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "
             f"{_times(fixed.shape)} voxels; expected a result for this pair"
         )
-
-
-def _is_learn2reg(path: Path) -> bool:
-    header = _header(path)
-    return bool(header.GetDimension() == header.GetSize()[-1] + 1 and header.GetNumberOfComponents() == 1)
-
-
-def _read_learn2reg(path: Path, fixed: Image, moving: Image) -> WorldTransform:
-    data = _sitk().GetArrayFromImage(_sitk().ReadImage(str(path))).T  # (*shape, D)
-    if data.shape[:-1] != fixed.shape:
-        raise ValueError(
-            f"{path} has {_times(data.shape[:-1])} voxels; expected {_times(fixed.shape)}, as the fixed image has"
-        )
-    index = np.stack(np.meshgrid(*(np.arange(n) for n in fixed.shape), indexing="ij"), axis=-1)
-    shift = map_points(moving.affine, index + data) - map_points(fixed.affine, index)
-    return WorldTransform(np.eye(fixed.dim + 1), shift.astype(np.float32), fixed.index_to_world())
 
 
 def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -268,7 +252,7 @@ def _absolute(path: PathLike | None) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -418,15 +402,10 @@ def _score_determinants(scores: Scores, transform: WorldTransform, fixed: Image)
 
 def world_determinants(transform: itk.PointMap, fixed: Image) -> Tensor:
     """det ∇T at the fixed image's voxels without the outermost ones, (1, *(shape − 2)), in millimetres both ways."""
-    cell = float(np.linalg.det(fixed.affine[:-1, :-1]))
-    rows = max(1, itk.SLAB * fixed.shape[0] // fixed.data.size)
-    parts = []
-    for start in range(0, fixed.shape[0] - 2, rows):
-        stop = min(start + rows + 2, fixed.shape[0])
-        index = np.meshgrid(*(np.arange(n) for n in (stop - start, *fixed.shape[1:])), indexing="ij")
-        world = map_points(fixed.affine, np.stack(index, axis=-1) + np.eye(fixed.dim)[0] * start)
-        parts.append((determinant_per_voxel(torch.from_numpy(transform(world))[None]) / cell).float())
-    return torch.cat(parts, dim=1)
+    if min(fixed.shape) < 3:
+        raise ValueError(f"{fixed.name} has {_times(fixed.shape)} voxels; expected at least 3 along every axis")
+    inner = itk.jacobian_determinant(transform, fixed).data[(slice(1, -1),) * fixed.dim]
+    return torch.from_numpy(np.ascontiguousarray(inner))[None]
 
 
 def _inconsistency(transform: itk.PointMap, inverse: itk.PointMap, fixed: Image, moving: Image) -> float:

@@ -115,7 +115,7 @@ class _Stderr(logging.StreamHandler[Any]):
     """Writes to whatever sys.stderr is now."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
+        self.stream = sys.stderr  # not setStream, which flushes the one before, closed or not
         super().emit(record)
 
 

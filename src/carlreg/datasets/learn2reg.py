@@ -64,7 +64,7 @@ def pairs(root: PathLike, split: str = "val") -> list[Pair]:
 def _listed(root: PathLike, key: str) -> list[dict[str, str]]:
     path = Path(root) / FILE
     require([path], Path(root), LAYOUT)
-    found: Any = json.loads(path.read_text()).get(key)
+    found: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
     if not isinstance(found, list) or not found:
         raise ValueError(f"{path} lists nothing under {key!r}; expected the challenge's own file")
     wanted = {"image"} if key == "training" else {"fixed", "moving"}

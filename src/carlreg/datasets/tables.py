@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from carlreg.images import Image, Matrix, PathLike, map_points, read
+from carlreg.points import read_points
 
 SIDES = ("fixed", "moving")
 FILES = ("fixed", "moving", *(f"{side}_{what}" for what in ("seg", "mask", "landmarks") for side in SIDES))
@@ -26,11 +27,14 @@ RESULTS = ("transform", "inverse")
 
 
 def read_landmarks(path: Path, image: Image) -> Matrix:
-    """Landmarks (N, D) in world millimetres, LPS, from a text file with a row for each, split by commas or blanks.
+    """Landmarks (N, D) in world millimetres, LPS, from 3D Slicer's .fcsv or .mrk.json, or from a text file with a row
+    for each, split by commas or blanks.
 
     A header may name the columns: `x, y, z` for LPS millimetres (the default), `r, a, s` for RAS millimetres, `i, j, k`
     for indices of the image's voxels, from 0. Other columns are left out.
     """
+    if path.name.lower().endswith((".fcsv", ".mrk.json")):
+        return read_points(path).positions
     names = "xyz"[: image.dim]
     rows: list[list[float]] = []
     columns = list(range(image.dim))

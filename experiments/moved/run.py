@@ -1,0 +1,96 @@
+"""Dice while the moving image is shifted or turned, in the form of the paper's figure on HCP.
+
+    python experiments/moved/run.py ../shared/data/brain/val experiments/moved --pairs 8
+    python experiments/moved/run.py DATA OUT --method carl=carl-base --method gradicon=gradicon.safetensors
+
+The image and its labels are moved inside their own box, about its middle, by whole millimetres along the first axis or
+by degrees in the plane of the first two; what comes in from outside is 0. The network alone registers, without instance
+optimisation. Data are NAME.nii.gz with NAME_labels.nii.gz. Writes moved.json and moved.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carlreg import itk
+from carlreg.datasets import oasis
+from carlreg.datasets.tables import Pair
+from carlreg.evaluation import Evaluation, by_model, evaluate
+from carlreg.images import Image, Matrix, map_points, read, read_labels, write
+
+
+def moved(image: Image, shift: float, angle: float, labels: bool) -> Image:
+    middle = map_points(image.affine, (np.array(image.shape) - 1) / 2)
+    turn = np.eye(3)
+    cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    turn[:2, :2] = [[cosine, -sine], [sine, cosine]]
+
+    def back(points: Matrix) -> Matrix:
+        return (points - middle - [shift, 0, 0]) @ turn + middle
+
+    return itk.apply(back, image, image, "nearest" if labels else "linear")
+
+
+def with_moved(pair: Pair, folder: Path, shift: float, angle: float) -> Pair:
+    assert pair.moving is not None
+    assert pair.moving_seg is not None
+    for name, image in (("image", read(pair.moving)), ("labels", read_labels(pair.moving_seg))):
+        write(moved(image, shift, angle, name == "labels"), folder / f"{pair.name}_{name}.nii.gz", overwrite=True)
+    files = {"moving": folder / f"{pair.name}_image.nii.gz", "moving_seg": folder / f"{pair.name}_labels.nii.gz"}
+    return dataclasses.replace(pair, **files)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--method", action="append", help="NAME=MODEL, as often as there are methods")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--shifts", type=float, nargs="*", default=[0, 8, 16, 24, 32], help="mm")
+    parser.add_argument("--angles", type=float, nargs="*", default=[15, 30, 45, 90, 180], help="degrees")
+    parser.add_argument("--labels", default=",".join(str(label) for label in oasis.LABELS))
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    named = dict(text.split("=", 1) for text in arguments.method or ["carl-base=carl-base"])
+    methods = {name: by_model(model, io_iterations=0, device=arguments.device) for name, model in named.items()}
+    labels = [int(word) for word in arguments.labels.split(",")]
+    pairs = oasis.pairs(arguments.data)[: arguments.pairs]
+    rows: list[dict[str, Any]] = []
+    for shift, angle in [*((shift, 0.0) for shift in arguments.shifts), *((0.0, angle) for angle in arguments.angles)]:
+        with tempfile.TemporaryDirectory() as folder:
+            here = [with_moved(pair, Path(folder), shift, angle) for pair in pairs]
+            found: Evaluation = evaluate(here, methods, labels=labels, partial=True)
+        failures = [text for scores in found.scores for text in scores.failures]
+        dice = {method: found.means(method)["dice"] for method in found.methods}
+        rows.append({"shift_mm": shift, "angle_degrees": angle, "dice": dice, "failures": failures})
+        print(json.dumps(rows[-1]), flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "moved.json").write_text(json.dumps({"pairs": len(pairs), "rows": rows}, indent=2) + "\n")
+    draw(rows, list(methods), arguments.out / "moved.png")
+
+
+def draw(rows: list[dict[str, Any]], methods: list[str], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, key, other in zip(
+        figure.subplots(1, 2, sharey=True), ("shift_mm", "angle_degrees"), ("angle_degrees", "shift_mm"), strict=True
+    ):
+        shown = sorted((row for row in rows if row[other] == 0), key=lambda row: row[key])
+        for method in methods:
+            axes.plot([row[key] for row in shown], [row["dice"][method] for row in shown], "o-", label=method)
+        axes.set(xlabel=key.replace("_", ", "), ylabel="Dice", ylim=(0, 1))
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
