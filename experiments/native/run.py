@@ -3,7 +3,8 @@
     python experiments/native/run.py ../shared/data work --pairs 4 --kinds network fields
 
 Each pair is one command, as a user would give it. Results are kept in results/native.json after every pair; what is
-there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time.
+there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time,
+and the warped images of each set's first pair, for its picture.
 Dice "before" is with the headers as they are, and with the fixed and the moving image's boxes laid onto one another
 ("stretched"), which is what the network starts from; "better" means better than both.
 """
@@ -53,7 +54,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="of each set, drawn with a fixed seed; all of them if left out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    for folder in (arguments.out, arguments.work):
+        folder.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "native.json"
     report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
     report |= {"machine": machine(), "seed": SEED, "torch": torch.__version__}
@@ -63,17 +65,19 @@ def main() -> None:
         if arguments.pairs is not None:
             pairs = random.Random(SEED).sample(pairs, min(arguments.pairs, len(pairs)))
         for number, (fixed, moving) in enumerate(pairs):
-            shown: dict[str, images.Image] = {}
             for kind in arguments.kinds:
                 if (name, fixed, moving, kind) in done:
                     continue
-                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work)
-                shown[kind] = images.read(arguments.work / "warped.nii.gz")
+                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work / "pair")
+                if number == 0:
+                    shutil.copy(arguments.work / "pair" / "warped.nii.gz", arguments.work / f"{name}_{kind}.nii.gz")
                 report["rows"].append(row)
                 write_atomically(file, (json.dumps(report, indent=1) + "\n").encode())
                 write_atomically(arguments.out / "table.md", table(report).encode())
                 print(json.dumps({k: v for k, v in row.items() if k != "labels"}), flush=True)
-            if number == 0 and shown:
+            kept = {kind: arguments.work / f"{name}_{kind}.nii.gz" for kind in KINDS}
+            shown = {kind: images.read(path) for kind, path in kept.items() if number == 0 and path.is_file()}
+            if shown:
                 picture(arguments.data / name / "val", fixed, moving, shown, arguments.out / f"{name}.png")
     write_atomically(arguments.out / "table.md", table(report).encode())
     print(table(report))
