@@ -363,8 +363,9 @@ def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
         steps = {"io_iterations": 0} if number % 5 else {"over": "weights", "io_iterations": 1}
         result = register(fixed=fixed, moving=moving, model=loaded, device="cpu", **steps)
         assert np.isfinite(result.warped.data).all()
-        gc.collect()
-        held.append(resident())
+        if number % 10 == 9:
+            gc.collect()
+            held.append(resident())
     after = network.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert max(held[40:]) - max(held[5:15]) < 8, held
+    assert held[-1] - held[0] < 8, held
