@@ -57,7 +57,7 @@ def main() -> None:
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "native.json"
-    report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": []}
     report |= {"machine": machine(), "seed": SEED, "torch": torch.__version__}
     done = {(row["set"], row["fixed"], row["moving"], row["kind"]) for row in report["rows"]}
     for name in arguments.sets:
@@ -102,7 +102,7 @@ def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: 
     start = time.perf_counter()
     subprocess.run(words, check=True)
     seconds = time.perf_counter() - start
-    told = json.loads((work / "report.json").read_text())
+    told = json.loads((work / "report.json").read_text(encoding="utf-8"))
     wanted = {
         when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in told["dice"].items()
     }
