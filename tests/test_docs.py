@@ -250,10 +250,10 @@ def test_figures_in_sentences_are_what_was_measured() -> None:
 
 
 def test_the_model_card_says_what_the_files_say() -> None:
-    card = (ROOT / "docs" / "models.md").read_text()
+    card = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     results = ROOT / "experiments" / "base" / "results"
-    scores = json.loads((results / "scores.json").read_text())["val"]["network"]
-    cpu = json.loads((results / "cpu.json").read_text())["sets"]
+    scores = json.loads((results / "scores.json").read_text(encoding="utf-8"))["val"]["network"]
+    cpu = json.loads((results / "cpu.json").read_text(encoding="utf-8"))["sets"]
     names = {
         "brain": "brain, 14 subcortical structures",
         "abdomen": "abdomen, 13 organs",

@@ -26,7 +26,9 @@ from carlreg import (
     carl_rot,
     gradicon,
 )
+from carlreg.grids import voxel_points
 from carlreg.networks import Encoder, Symmetrized, UNet, axis_rotations, rotate_grid
+from carlreg.registration import coordinate_matches
 from carlreg.transforms import DisplacementField
 
 LENGTH = 14.0
@@ -274,3 +276,35 @@ def test_carl_rot_is_built_as_the_paper_says() -> None:
     assert xi.extrapolate == "mirror"
     field = model.eval()(torch.rand(1, 1, 20, 20, 20), torch.rand(1, 1, 20, 20, 20))
     assert {t.extrapolate for t in field.transforms if isinstance(t, DisplacementField)} == {"mirror"}
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_coordinate_matches_are_the_first_steps_answer(aligned: bool) -> None:
+    """What attention says inside of the tree is Ξθ's own map at the points it asks about; images of two shapes."""
+    xi = CoordinateAttention(Encoder(2, 1, 8), length=LENGTH)
+    psi = PredictDisplacement(UNet(2, 1, **{key.removeprefix("unet_"): value for key, value in SMALL.items()}))
+    moving, fixed = texture(22, 19), texture(17, 24)
+    inner = Downsample(Downsample(xi, aligned), aligned)
+    model = randomize(TwoStep(inner, psi).double(), moving, fixed)
+    found = coordinate_matches(model, moving, fixed)
+    assert found is not None
+    assert found.points.shape[1] == 5 * 6
+    assert torch.allclose(inner(moving, fixed)(found.points), found.targets, atol=1e-9)
+    spread = torch.linalg.eigvalsh(found.covariance)
+    assert spread.min() > -1e-9
+    assert spread.max() > 1e-6
+    assert coordinate_matches(psi, moving, fixed) is None
+
+
+def test_sharp_matches_have_a_small_covariance() -> None:
+    """Of an image with itself and long features, each voxel finds itself; with short ones, it is not sure."""
+    image = texture(16, 16)
+    sure, unsure = (CoordinateAttention(Encoder(2, 1, 16), length=length).double() for length in (40.0, 0.1))
+    unsure.encoder.load_state_dict(sure.encoder.state_dict())
+    for xi in (sure, unsure):
+        randomize(xi, image, image)
+    found = [coordinate_matches(xi, image, image) for xi in (sure, unsure)]
+    spreads = [m.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).mean() for m in found if m is not None]
+    assert spreads[0] < 1e-3 * spreads[1]
+    assert found[0] is not None
+    assert (found[0].targets - voxel_points(image).flatten(1, -2)).abs().max() < 1e-3

@@ -23,13 +23,20 @@ from carlreg.itk import (
     WorldTransform,
     apply,
     invert,
+    invert_points,
+    is_learn2reg,
+    is_warp,
+    jacobian_determinant,
     learn2reg,
     read,
+    read_learn2reg,
     sample,
     to_world,
     write,
+    write_learn2reg,
     write_warp,
 )
+from carlreg.itk import compose as compose_maps
 from carlreg.transforms import Affine, DisplacementField, Identity, Transform, compose
 
 sitk = pytest.importorskip("SimpleITK")
@@ -323,6 +330,82 @@ def test_folds_show_in_the_residual() -> None:
     assert worst[1] > 0.1
 
 
+@pytest.mark.parametrize("dim", [2, 3])
+def test_inverse_at_points(dim: int) -> None:
+    fixed, moving = pair(dim)
+    transform, x = to_world(deformation(dim), fixed, moving), inside(fixed, margin=1)
+    found, missed = invert_points(transform, transform(x))
+    assert largest(found - x) < 2e-3
+    assert missed.max() < 1e-3
+    far = invert_points(transform, transform(x) + 1e4)[1]
+    assert np.isnan(far).all()  # said, not guessed
+    linear = WorldTransform.linear(transform.affine)
+    assert largest(invert_points(linear, linear(x))[0] - x) < 1e-9
+
+
+# ---- compositions, affine maps, determinants ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_composition_is_one_map_after_the_other(dim: int) -> None:
+    fixed, moving = pair(dim)
+    bent = to_world(deformation(dim), fixed, moving)
+    motion = WorldTransform.linear(affine_of(rotation(dim, 0.2), (1.1, 0.9, 1.2)[:dim], (3.0, -4.0, 5.0)[:dim]))
+    x = inside(fixed, margin=1)
+    exact = compose_maps(motion, bent, fixed)
+    assert largest(exact(x) - motion(bent(x))) < 1e-4
+    before = map_points(np.linalg.inv(motion.affine), x)
+    assert largest(compose_maps(bent, motion, fixed)(before) - bent(motion(before))) < 1e-3
+    again = to_world(deformation(dim, seed=5), moving, fixed)
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, dim)
+    voxels = map_points(fixed.affine, index)  # sampled there, so exact there
+    assert largest(compose_maps(again, bent, fixed)(voxels) - again(bent(voxels))) < 1e-3
+
+
+@pytest.mark.parametrize("ending", ["h5", "tfm", "mat"])
+@pytest.mark.parametrize("dim", [2, 3])
+def test_affine_maps_are_files_of_an_affine_map(tmp_path: Path, dim: int, ending: str) -> None:
+    motion = WorldTransform.linear(affine_of(rotation(dim, 0.2), (1.1, 0.9, 1.2)[:dim], (3.0, -4.0, 5.0)[:dim]))
+    path, x = tmp_path / f"a.{ending}", inside(pair(dim)[0])
+    write(motion, path)
+    theirs = sitk.ReadTransform(str(path))
+    assert theirs.GetName() == "AffineTransform"
+    assert largest(by_sitk(theirs, x) - motion(x)) < 1e-6
+    back = read(path)
+    assert isinstance(back, WorldTransform)
+    assert back.is_linear
+    assert np.allclose(back.affine, motion.affine)
+    with pytest.raises(TransformError, match="can hold an affine map only"):
+        write(to_world(deformation(dim), *pair(dim)), tmp_path / "b.mat")
+    for bad in (np.ones((2, 5)), np.diag([1.0, 1.0, 1.0, 2.0]), np.zeros((4, 4))):
+        with pytest.raises(TransformError, match=r"is no affine map|singular"):
+            WorldTransform.linear(bad)
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_determinants_are_of_the_world_map(kind: str) -> None:
+    """In every orientation, of an affine and of a bent map whose determinants are known; where axes are not turned,
+    which SimpleITK's filter does not look at, also as SimpleITK has it."""
+    fixed, moving = pair(3, kind)
+    linear = np.diag([1.1, 0.8, 1.3, 1.0])
+    assert np.allclose(jacobian_determinant(WorldTransform.linear(linear), fixed).data, 1.1 * 0.8 * 1.3, atol=1e-4)
+    inner = (slice(1, -1),) * 3
+    index = np.stack(np.meshgrid(*(np.arange(n) for n in fixed.shape), indexing="ij"), axis=-1)
+    known = (1 + 0.3 * np.cos(map_points(fixed.affine, index) / 20)).prod(axis=-1)
+    found = jacobian_determinant(lambda x: x + 6 * np.sin(x / 20), fixed).data
+    assert known.std() > 0.01
+    assert np.abs(found - known)[inner].max() < 0.02
+    if kind in ("plain", "anisotropic"):
+        bent = to_world(deformation(), fixed, moving)
+        field = sitk.TransformToDisplacementField(
+            bent.to_sitk(), sitk.sitkVectorFloat64, fixed.shape, fixed.affine[:-1, -1].tolist(), fixed.spacing
+        )
+        theirs = sitk.GetArrayFromImage(sitk.DisplacementFieldJacobianDeterminant(field)).T
+        assert np.abs(jacobian_determinant(bent, fixed).data - theirs)[inner].max() < 1e-3
+    mirrored = WorldTransform.linear(np.diag([-1.0, 1.0, 1.0, 1.0]))
+    assert (jacobian_determinant(mirrored, fixed).data < 0).all()
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -574,3 +657,25 @@ def test_learn2reg_displaces_indices(dim: int) -> None:
 def test_importing_does_not_import_simpleitk() -> None:
     code = "import sys, carlreg.itk; sys.exit('SimpleITK' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_learn2reg_files_round_trip(tmp_path: Path) -> None:
+    fixed, _ = pair(3, "left-handed")
+    bent, path = to_world(deformation(), fixed, fixed), tmp_path / "disp_0001_0002.nii.gz"
+    write_learn2reg(bent, fixed, fixed, path)
+    assert is_learn2reg(path)
+    assert not is_warp(path)
+    stored = nibabel.load(path)
+    assert np.allclose(np.asarray(stored.dataobj), learn2reg(bent, fixed, fixed))
+    assert np.allclose(np.diag([-1, -1, 1, 1]) @ stored.affine, fixed.affine, atol=1e-3)
+    x = inside(fixed, margin=0)
+    assert largest(read_learn2reg(path, fixed)(x) - bent(x)) < 1e-2
+    write_warp(bent, fixed, tmp_path / "warp.nii.gz")
+    assert is_warp(tmp_path / "warp.nii.gz")
+    assert not is_learn2reg(tmp_path / "warp.nii.gz")
+    with pytest.raises(TransformError, match="is no NIfTI image of shape"):
+        read_learn2reg(tmp_path / "warp.nii.gz", fixed)
+    with pytest.raises(TransformError, match="expected one grid"):
+        read_learn2reg(path, pair()[1])
+    with pytest.raises(TransformError, match="3-D and in NIfTI"):
+        write_learn2reg(bent, fixed, fixed, tmp_path / "disp.mha")

@@ -158,6 +158,12 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
             register(fixed=fixed, moving=moving, model=model_file, device="cuda")
     with pytest.raises(ValueError, match="io_iterations is -1; expected 0 or more"):
         register(fixed=fixed, moving=moving, model=model_file, io_iterations=-1)
+    with pytest.raises(ValueError, match="unknown similarity 'ncc'"):
+        register(fixed=fixed, moving=moving, model=model_file, io_iterations=0, io_sim="ncc")
+    with pytest.raises(ValueError, match="has nothing to optimise"):
+        register(fixed=fixed, moving=moving, model=model_file, transform="rigid", fit_to="attention", io_iterations=3)
+    with pytest.raises(ValueError, match="unknown transform='bent'; expected 'deformable', 'affine' or 'rigid'"):
+        register(fixed=fixed, moving=moving, model=model_file, transform="bent")
     with pytest.raises(ValueError, match="unknown over='both'"):
         register(fixed=fixed, moving=moving, model=model_file, over="both")
     with pytest.raises(ValueError, match="absent"):
@@ -357,8 +363,9 @@ def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
         steps = {"io_iterations": 0} if number % 5 else {"over": "weights", "io_iterations": 1}
         result = register(fixed=fixed, moving=moving, model=loaded, device="cpu", **steps)
         assert np.isfinite(result.warped.data).all()
-        gc.collect()
-        held.append(resident())
+        if number % 10 == 9:
+            gc.collect()
+            held.append(resident())
     after = network.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert max(held[40:]) - max(held[5:15]) < 8, held
+    assert held[-1] - held[0] < 8, held

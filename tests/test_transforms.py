@@ -19,7 +19,7 @@ from carlreg.grids import (
     pool,
     voxel_points,
 )
-from carlreg.transforms import Composition, fit_affine, random_rotation
+from carlreg.transforms import Composition, fit_affine, fit_rigid, fit_robustly, random_rotation
 
 SHAPES = {1: (17,), 2: (17, 12), 3: (9, 12, 10)}
 
@@ -324,3 +324,63 @@ def test_wrong_dimensions_are_named() -> None:
         field[0]
     with pytest.raises(ValueError, match="batch size 3 but the image has 2"):
         interpolate(torch.rand(2, 1, 4), torch.rand(3, 5, 1))
+
+
+# ---- fits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_rigid_fit_finds_rotations_and_never_reflects(dim: int) -> None:
+    points = torch.randn(2, 40, dim, dtype=torch.float64)
+    motion = random_rotation((9,) * dim, 2, like=points)
+    found = fit_rigid(points, motion(points))
+    assert torch.allclose(found.matrix, motion.matrix)
+    # Of a reflection, it is the closest rotation: no small turn of it comes closer.
+    mirrored = points * torch.tensor([-1.0] + [1.0] * (dim - 1), dtype=torch.float64)
+    best = fit_rigid(points, mirrored)
+    assert torch.allclose(torch.linalg.det(best.linear), torch.ones(2, dtype=torch.float64))
+    error = (best(points) - mirrored).square().sum(dim=(1, 2))
+    for angle in (0.05, -0.05):
+        turn = torch.eye(dim, dtype=torch.float64)
+        a = torch.tensor(angle)
+        turn[:2, :2] = torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]])
+        other = Affine.from_parts(best.linear @ turn, best.shift)
+        assert bool(((other(points) - mirrored).square().sum(dim=(1, 2)) >= error - 1e-9).all())
+
+
+@pytest.mark.parametrize("fit", [fit_affine, fit_rigid])
+def test_weights_of_zero_leave_points_out(fit: object) -> None:
+    points = torch.randn(1, 50, 3, dtype=torch.float64)
+    motion = random_rotation((9, 9, 9), 1, like=points)
+    targets = motion(points)
+    targets[:, 25:] += 100
+    weights = (torch.arange(50) < 25).double()[None]
+    assert torch.allclose(fit(points, targets, weights).matrix, motion.matrix)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("fit", [fit_affine, fit_rigid])
+def test_a_third_of_wrong_matches_hardly_counts(fit: object) -> None:
+    points = 100 * torch.rand(1, 300, 3, dtype=torch.float64)
+    motion = random_rotation((9, 9, 9), 1, like=points)
+    targets = motion(points) + 0.1 * torch.randn(1, 300, 3, dtype=torch.float64)
+    targets[:, :100] = 100 * torch.rand(1, 100, 3, dtype=torch.float64)
+    right = points[:, 100:]
+
+    def missed(found: Affine) -> float:
+        return float((found(right) - motion(right)).norm(dim=-1).mean())
+
+    assert missed(fit(points, targets)) > 5  # type: ignore[operator]
+    assert missed(fit_robustly(fit, points, targets)) < 0.1  # type: ignore[arg-type]
+
+
+def test_a_shared_batch_of_one_gives_what_a_small_one_does() -> None:
+    """One item's points are handed to PyTorch as several items where there are many of them."""
+    image, points = torch.rand(1, 2, 9, 8, 7), torch.rand(1, 2**14 + 5, 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        many = interpolate(image, points)
+        few = torch.cat([interpolate(image, part) for part in points.split(1000, dim=1)], dim=-1)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(many, few)

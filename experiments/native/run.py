@@ -3,7 +3,8 @@
     python experiments/native/run.py ../shared/data work --pairs 4 --kinds network fields
 
 Each pair is one command, as a user would give it. Results are kept in results/native.json after every pair; what is
-there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time.
+there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time,
+and the warped images of each set's first pair, for its picture.
 Dice "before" is with the headers as they are, and with the fixed and the moving image's boxes laid onto one another
 ("stretched"), which is what the network starts from; "better" means better than both.
 """
@@ -53,9 +54,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="of each set, drawn with a fixed seed; all of them if left out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    for folder in (arguments.out, arguments.work):
+        folder.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "native.json"
-    report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": []}
     report |= {"machine": machine(), "seed": SEED, "torch": torch.__version__}
     done = {(row["set"], row["fixed"], row["moving"], row["kind"]) for row in report["rows"]}
     for name in arguments.sets:
@@ -63,17 +65,19 @@ def main() -> None:
         if arguments.pairs is not None:
             pairs = random.Random(SEED).sample(pairs, min(arguments.pairs, len(pairs)))
         for number, (fixed, moving) in enumerate(pairs):
-            shown: dict[str, images.Image] = {}
             for kind in arguments.kinds:
                 if (name, fixed, moving, kind) in done:
                     continue
-                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work)
-                shown[kind] = images.read(arguments.work / "warped.nii.gz")
+                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work / "pair")
+                if number == 0:
+                    shutil.copy(arguments.work / "pair" / "warped.nii.gz", arguments.work / f"{name}_{kind}.nii.gz")
                 report["rows"].append(row)
                 write_atomically(file, (json.dumps(report, indent=1) + "\n").encode())
                 write_atomically(arguments.out / "table.md", table(report).encode())
                 print(json.dumps({k: v for k, v in row.items() if k != "labels"}), flush=True)
-            if number == 0 and shown:
+            kept = {kind: arguments.work / f"{name}_{kind}.nii.gz" for kind in KINDS}
+            shown = {kind: images.read(path) for kind, path in kept.items() if number == 0 and path.is_file()}
+            if shown:
                 picture(arguments.data / name / "val", fixed, moving, shown, arguments.out / f"{name}.png")
     write_atomically(arguments.out / "table.md", table(report).encode())
     print(table(report))
@@ -98,7 +102,7 @@ def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: 
     start = time.perf_counter()
     subprocess.run(words, check=True)
     seconds = time.perf_counter() - start
-    told = json.loads((work / "report.json").read_text())
+    told = json.loads((work / "report.json").read_text(encoding="utf-8"))
     wanted = {
         when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in told["dice"].items()
     }

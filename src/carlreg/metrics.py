@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -29,14 +30,16 @@ def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> 
     >>> scores = dice(warped_labels, fixed_labels)
     """
     check_same_shape(first, second, ("the first label map", "the second"))
+    sizes, common = _count(first) + _count(second), _count(first[first == second])
     if labels is None:
-        labels = sorted({int(v) for v in torch.cat([first.unique(), second.unique()])} - {0})
-    scores = {}
-    for label in labels:
-        a, b = first == label, second == label
-        size = int(a.sum() + b.sum())
-        scores[label] = 2 * int((a & b).sum()) / size if size else math.nan
-    return scores
+        labels = sorted(sizes.keys() - {0})
+    return {label: 2 * common[label] / sizes[label] if sizes[label] else math.nan for label in labels}
+
+
+def _count(labels: Tensor) -> Counter[int]:
+    """How many voxels each label has."""
+    values, counts = labels.unique(return_counts=True)
+    return Counter(dict(zip((int(value) for value in values), counts.tolist(), strict=True)))
 
 
 def mean_score(scores: dict[int, float]) -> float:

@@ -194,6 +194,8 @@ def register(
         raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
     if fixed_seg is not None and moving_seg is None:
         raise ValueError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
+    if io_iterations and transform != "deformable" and fit_to == "attention":
+        raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
     find_similarity(io_sim)
 
     def say(text: str) -> None:

@@ -69,8 +69,11 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0, 1 for a failure while running, 2 for a wrong call."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    _log_to_stderr()
+    with _told_on_stderr():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(given: list[str]) -> int:
     try:
         with _stoppable():
             code = app(args=[_dashes(word) for word in given], prog_name="carl", standalone_mode=False)
@@ -111,21 +114,19 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Stderr(logging.StreamHandler[Any]):
-    """Writes to whatever sys.stderr is now."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # not setStream, which flushes the one before, closed or not
-        super().emit(record)
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("carlreg")
+@contextmanager
+def _told_on_stderr() -> Iterator[None]:
+    """What carlreg's loggers say, as lines of ours."""
+    logger, handler = logging.getLogger("carlreg"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("carl: %(message)s"))
+    before = logger.level
     logger.setLevel(logging.WARNING)
-    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
-        handler = _Stderr()
-        handler.setFormatter(logging.Formatter("carl: %(message)s"))
-        logger.addHandler(handler)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _fail(text: str, code: int) -> int:

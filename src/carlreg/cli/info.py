@@ -116,7 +116,7 @@ def _registration(path: Path) -> dict[str, Any]:
     report = path / REPORT
     if report.is_file():
         try:
-            content = json.loads(report.read_text())
+            content = json.loads(report.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{report} is damaged: {error}; expected the report of a registration") from error
         known = (

@@ -40,7 +40,11 @@ def verify(name: Name = "default") -> None:
     path = find_model(name)
     found = sha256(path)
     if path.parent == WEIGHTS:
-        sums = dict(line.split()[::-1] for line in (WEIGHTS / "SHA256SUMS").read_text().splitlines() if line.strip())
+        sums = dict(
+            line.split()[::-1]
+            for line in (WEIGHTS / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        )
         if sums.get(path.name) != found:
             raise ValueError(
                 f"{path.name} has the checksum {found}; expected {sums.get(path.name)}: install the package again"
@@ -54,7 +58,7 @@ def licence() -> None:
     """Print the terms of the models of this package."""
     from carlreg.models import WEIGHTS
 
-    typer.echo((WEIGHTS / "LICENSE").read_text().rstrip())
+    typer.echo((WEIGHTS / "LICENSE").read_text(encoding="utf-8").rstrip())
 
 
 @models.command("import")

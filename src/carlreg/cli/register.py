@@ -325,7 +325,7 @@ def _is_done(folder: Path, pair: Pair) -> bool:
     if not (folder / REPORT).is_file():
         return False
     try:
-        inputs = json.loads((folder / REPORT).read_text())["inputs"]
+        inputs = json.loads((folder / REPORT).read_text(encoding="utf-8"))["inputs"]
         before = {side: inputs[side].get("sha256") for side in ("fixed", "moving")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / REPORT} is not readable; remove the folder, or say --overwrite") from error
