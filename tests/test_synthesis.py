@@ -139,6 +139,19 @@ def test_the_field_of_view_moves_nothing(dim: int) -> None:
     assert len(np.unique(part.labels)) > 4
 
 
+def test_a_patient_who_lies_elsewhere_looks_the_same() -> None:
+    who = patient(6)
+    by = np.array([12.0, -6.0, 48.0])
+    elsewhere = who.moved(by)
+    points = inner_points(who, 100)
+    assert np.abs(correspondence(who, elsewhere)(points) - (points + by)).max() < 1e-6
+    here = who.scan((30, 28, 26), 6.0, noise=0.0)
+    there = elsewhere.scan((30, 28, 26), 6.0, centre=by.tolist(), noise=0.0)
+    assert np.abs(here.data.astype(int) - there.data).max() <= 1
+    with pytest.raises(ValueError, match=r"by is \(1, 2\); expected 3 numbers"):
+        who.moved((1, 2))
+
+
 def test_two_dimensions_are_a_slice_of_three() -> None:
     flat, solid = patient(0, dim=2, variation=0.0, phase="portal"), patient(0, variation=0.0, phase="portal")
     solid = Patient(solid.linear, solid.shift, solid.waves, solid.phase, flat.texture)

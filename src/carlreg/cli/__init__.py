@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from carlreg import __version__
+from carlreg.cli.demo import demo
 from carlreg.cli.models import models
 
 RUNNING, USAGE, INTERRUPTED = 1, 2, 130
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(demo)
 app.add_typer(models, name="models")
 
 

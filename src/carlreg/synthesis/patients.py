@@ -5,6 +5,7 @@ World positions are millimetres in ITK's LPS frame, as everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class Patient:
     @property
     def dim(self) -> int:
         return len(self.shift)
+
+    def moved(self, by: Sequence[float]) -> Patient:
+        """The same patient lying elsewhere: everything in them is `by` mm further along each world axis."""
+        offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
+        if offset.shape != self.shift.shape:
+            raise ValueError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
+        return dataclasses.replace(self, shift=self.shift - self.linear @ offset)
 
     def to_canonical(self, points: npt.ArrayLike) -> Array:
         """World points (..., D) of this patient to those of the canonical anatomy."""
