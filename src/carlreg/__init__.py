@@ -57,7 +57,7 @@ _HOME = {
         "warp",
     ],
 }
-_MODULES = {*_HOME, "grids", "images", "itk", "metrics", "networks", "synthesis"}
+_MODULES = {*_HOME, "grids", "images", "itk", "metrics", "networks", "report", "synthesis"}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [

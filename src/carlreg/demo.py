@@ -29,8 +29,8 @@ from carlreg.synthesis import LABELS, correspondence, patient
 
 WIDTH = 384.0
 """Millimetres that an image shows from side to side."""
-SHIFT = (24.0, 12.0, -30.0)
-"""By how many millimetres the second pair's moving image is shifted inside its frame."""
+SHIFT = (24.0, -42.0, 0.0)
+"""By how many millimetres the second pair's moving image is shifted inside its frame, so that nothing leaves it."""
 MIDDLE = 33.0
 """Canonical height of the middle of what both images show: liver, kidneys, spleen, stomach."""
 CASES = {
