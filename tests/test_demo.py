@@ -69,13 +69,14 @@ def test_the_command(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     report = json.loads((out / "demo.json").read_text())
     assert sorted(os.listdir(out)) == ["demo.json", "pair", "shifted"]
     for name in ("pair", "shifted"):
-        assert sorted(os.listdir(out / name)) == sorted([*FILES, *PICTURES])
+        assert sorted(os.listdir(out / name)) == sorted({*FILES, *PICTURES, "report.html"})
+        assert str(out / name / "report.html") in printed
         for when in ("before", "after"):
             assert f"{report[name][when]['dice']:.3f}" in printed
             assert f"{report[name][when]['error_mm']['mean']:.1f}" in printed
         # This model's answer is the identity, so nothing changes but by rounding.
         assert report[name]["after"]["dice"] == pytest.approx(report[name]["before"]["dice"], abs=0.01)
-    assert str(out) in printed
+    assert str(out / "demo.json") in printed
     assert report["answer_moved_mm"]["shift"] == pytest.approx([0, 0, 0], abs=0.01)
     assert report["answer_moved_mm"]["off_mean"] == pytest.approx(np.linalg.norm(SHIFT), abs=0.02)
 

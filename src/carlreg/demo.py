@@ -25,6 +25,7 @@ from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
 from carlreg.product import Registration, register
 from carlreg.registration import RegistrationAlgorithm
+from carlreg.report import write as write_report
 from carlreg.synthesis import LABELS, correspondence, patient
 
 WIDTH = 384.0
@@ -173,6 +174,9 @@ def run(
     for name in CASES:  # only now: a failure leaves nothing behind
         pairs[name].save(folder / name, overwrite=overwrite)
         answers[name].save(folder / name, overwrite=overwrite)
+        before, after = (report[name][when]["dice_of"] for when in ("before", "after"))
+        overlap = {organ: (before[organ], after[organ]) for organ in after}
+        write_report(answers[name], folder / name / "report.html", dice=overlap, overwrite=True)
     report["seconds"] = round(time.perf_counter() - started, 1)
     write_atomically(folder / SUMMARY, (json.dumps(report, indent=2) + "\n").encode())
     return report

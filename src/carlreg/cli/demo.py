@@ -18,17 +18,17 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of an earlier demo.")] = False,
 ) -> None:
     """Register two synthetic patients, whose true correspondence is known, and then one of them shifted."""
-    from carlreg.demo import SUMMARY, run
+    from carlreg.demo import CASES, SUMMARY, run
 
     report = run(
         out, seed=seed, size=size, quick=quick, device=device, model=model, overwrite=overwrite, say=typer.echo
     )
-    rows = [("", "Dice", "", "error, mm", ""), ("", "before", "after", "before", "after")]
+    rows: list[tuple[str, ...]] = [("", "Dice", "", "error, mm", ""), ("", "before", "after", "before", "after")]
     for name, words in (("pair", "two patients"), ("shifted", "one image shifted")):
         before, after = report[name]["before"], report[name]["after"]
         dice = [f"{part['dice']:.3f}" for part in (before, after)]
         error = [f"{part['error_mm']['mean']:.1f}" for part in (before, after)]
-        rows.append((words, *dice, *error))  # type: ignore[arg-type]
+        rows.append((words, *dice, *error))
     typer.echo("")
     for row in rows:
         typer.echo(f"{row[0]:<18}" + "".join(f"{cell:>11}" for cell in row[1:]))
@@ -37,7 +37,9 @@ def demo(
         f"\nThe shift was {_list(report['shift_mm'])} mm; the answer moved by {_list(moved['shift'])} mm on average, "
         f"{moved['off_median']:.1f} mm off in the median."
     )
-    typer.echo(f"{report['seconds']:.0f} s in all. Everything is in {out}; figures in {out / SUMMARY}.")
+    typer.echo(f"{report['seconds']:.0f} s in all. Figures are in {out / SUMMARY}, pictures in")
+    for name in CASES:
+        typer.echo(f"  {out / name / 'report.html'}")
 
 
 def _list(numbers: list[float]) -> str:
