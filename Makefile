@@ -1,13 +1,17 @@
 # make test   creates .venv, installs carlreg with what its tests need, and runs them
+# make demo   in the same environment, registers two synthetic patients and says how well it went
 # make lint   ruff and mypy, in the same environment
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test lint format clean
+.PHONY: test demo lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+demo: $(READY)
+	$(VENV)/bin/carl demo --overwrite $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

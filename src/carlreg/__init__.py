@@ -59,7 +59,8 @@ _HOME = {
 }
 _MODULES = {
     *_HOME,
-    *("augmentation", "datasets", "distributed", "grids", "images", "itk", "metrics", "networks", "points", "runs"),
+    *("augmentation", "baselines", "datasets", "distributed", "evaluation", "explain", "grids", "images", "itk"),
+    *("metrics", "networks", "points", "report", "runs", "synthesis"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -18,6 +18,7 @@ import typer
 
 from carlreg import __version__
 from carlreg.cli.convert import convert
+from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
 from carlreg.cli.explain import explain
 from carlreg.cli.info import info
@@ -48,6 +49,7 @@ app.command()(convert)
 app.command()(info)
 app.command()(evaluate)
 app.command()(explain)
+app.command()(demo)
 app.add_typer(models, name="models")
 app.command("train")(train)
 

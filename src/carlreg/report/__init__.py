@@ -1,0 +1,322 @@
+"""`report.html`: one file that shows a registration, offline, in any browser.
+
+It holds the volumes themselves, at no more than a display's resolution, and a small program that cuts slices from
+them; nothing is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import carlreg
+from carlreg import images, itk
+from carlreg.grids import Grid
+from carlreg.images import Image, Matrix, map_points
+from carlreg.models import write_atomically
+from carlreg.product import Registration
+from carlreg.report.encode import array_text, volume_uri
+
+VOXELS = 1_100_000
+"""Of each volume in the page at most: three of them, as text, take less than 5 MB even if they are pure noise."""
+MAP_VOXELS = 300_000
+LATTICE = 36
+"""Points along each side at which the page knows the transform."""
+UNITS = 8192
+"""Steps per unit coordinate in which it does: ±4 images fit into 16 bits."""
+DOUBLINGS = 2.0
+"""Volume changes beyond 2^±2 look alike."""
+CT_KNOTS = ((-1024.0, 0), (-200.0, 48), (300.0, 208), (1600.0, 255))
+"""Grey levels for Hounsfield units: most of them where soft tissue is."""
+CT_WINDOWS = {"soft tissue": (-160.0, 240.0), "lung": (-1000.0, 200.0), "bone": (-450.0, 1050.0)}
+
+
+def write(
+    registration: Registration,
+    path: str | os.PathLike[str],
+    *,
+    certainty: Image | None = None,
+    dice: Mapping[str, tuple[float, float]] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the report as one HTML file.
+
+    `certainty` is an image in the fixed image's world, higher where the match is surer. `dice` gives the overlap of
+    each structure before and after.
+
+    >>> write(register(fixed="a.nii.gz", moving="b.nii.gz"), "report.html")
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists already; choose another name, or overwrite=True")
+    write_atomically(target, page(registration, certainty=certainty, dice=dice).encode())
+    return target
+
+
+def page(
+    registration: Registration,
+    *,
+    certainty: Image | None = None,
+    dice: Mapping[str, tuple[float, float]] | None = None,
+) -> str:
+    """The report's HTML."""
+    part = resources.files(__package__)
+    style, program, frame = ((part / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
+    inputs = registration.settings.get("inputs", {})
+    title = " on ".join(_short(inputs.get(side, {}).get("name", side)) for side in ("moving", "fixed"))
+    # "<" must not occur in the data, or a name could end the script.
+    data = json.dumps(_data(registration, certainty), separators=(",", ":")).replace("<", "\\u003c")
+    filled = {
+        "title": html.escape(title),
+        "style": style,
+        "warnings": _warnings(registration.warnings),
+        "figures": _table(_figures(registration), ("", "")),
+        "dice": _dice(dice or {}),
+        "losses": _curves(registration.losses),
+        "inputs": _inputs(inputs),
+        "settings": _table(_settings(registration.settings), ("", "")),
+        "version": html.escape(carlreg.__version__),
+        "data": data,
+        "program": program,
+    }
+    # Split once, so that nothing inside a value can be taken for a place to fill.
+    pieces = frame.split("{{")
+    return pieces[0] + "".join(filled[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))
+
+
+# ---- what the page draws --------------------------------------------------------------------------------------------
+
+
+def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]:
+    fixed, moving, warped = (
+        images.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
+    )
+    shape, world_to_unit = _display_shape(fixed, VOXELS), moving.world_to_unit()
+    points = _points(fixed, tuple(min(n, LATTICE) for n in shape))
+    lattice = map_points(world_to_unit, registration.transform(points))
+    steps = np.clip(np.rint(lattice * UNITS), -32768, 32767).astype(np.int16)
+    data: dict[str, Any] = {
+        "planes": _planes(fixed.dim),
+        "fixed": _picture(fixed, shape, registration.fixed),
+        "warped": _picture(warped, shape, registration.moving),
+        "moving": _picture(moving, _display_shape(moving, VOXELS), registration.moving),
+        "map": {"shape": _three(points.shape[:-1]), "units": UNITS, "values": array_text(_fortran(steps))},
+        "jacobian": {**_jacobian(registration.transform, fixed), "doublings": DOUBLINGS},
+    }
+    if certainty is not None:
+        data["certainty"] = _certainty(certainty, fixed)
+    return data
+
+
+def _display_shape(image: Image, most: int) -> tuple[int, ...]:
+    """Sides of a grid over the image with voxels as nearly cubes as can be, no finer than its finest axis."""
+    extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]
+    step = max(min(image.spacing), (math.prod(extent) / most) ** (1 / image.dim))
+    while math.prod(shape := tuple(max(2, math.floor(e / step) + 1) for e in extent)) > most:
+        step *= 1.01
+    return shape
+
+
+def _points(image: Image, shape: Sequence[int]) -> Matrix:
+    """World points (*shape, D) of a grid over the image."""
+    return map_points(image.unit_to_world(), Grid.of(shape).points(torch.float64).numpy())
+
+
+def _picture(image: Image, shape: tuple[int, ...], source: Image) -> dict[str, Any]:
+    """The image at the display's grid, in grey levels, and how to read them. `source` decides on modality and range."""
+    _, done = images.preprocess(source)
+    values = images.resize(torch.from_numpy(image.data.astype(np.float32))[None, None], shape)[0, 0].numpy()
+    if done.kind == "CT":
+        knots: Sequence[tuple[float, float]] = CT_KNOTS
+        windows: dict[str, tuple[float, float]] = CT_WINDOWS
+    else:
+        knots = ((done.low, 0), (done.high, 255))
+        windows = {"all": (done.low, done.high), "bright": (done.low, done.low + 0.6 * (done.high - done.low))}
+    levels = np.interp(values, [value for value, _ in knots], [level for _, level in knots])
+    volume = np.rint(levels).astype(np.uint8).reshape(_three(shape))
+    extent = [s * (n - 1) for s, n in zip(image.spacing, image.shape, strict=True)]
+    spacing = [e / max(n - 1, 1) for e, n in zip(extent, shape, strict=True)]
+    return {
+        **volume_uri(volume),
+        "spacing": [*spacing, *[1.0] * (3 - image.dim)],
+        "knots": knots,
+        "windows": windows,
+        "world": _unit_to_ras(image).tolist(),
+    }
+
+
+def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
+    """det ∇T as levels: 0 where space is turned inside out, 1 to 255 for 2^−2 to 2^2 times the volume."""
+    shape = _display_shape(fixed, MAP_VOXELS)
+    points = _points(fixed, shape)
+    moved = transform(points)
+    columns, straight = ([np.gradient(field, axis=axis) for axis in range(fixed.dim)] for field in (moved, points))
+    determinant = np.linalg.det(np.stack(columns, -1)) / np.linalg.det(np.stack(straight, -1))
+    doublings = np.log2(np.clip(determinant, 1e-6, None)) / DOUBLINGS
+    levels = np.where(determinant <= 0, 0, np.clip(np.rint(128 + 127 * doublings), 1, 255)).astype(np.uint8)
+    return volume_uri(levels.reshape(_three(shape)))
+
+
+def _certainty(certainty: Image, fixed: Image) -> dict[str, Any]:
+    on_fixed = itk.apply(lambda points: points, Image(certainty.data.astype(np.float32), certainty.affine), fixed)
+    shape = _display_shape(fixed, MAP_VOXELS)
+    values = images.resize(torch.from_numpy(on_fixed.data)[None, None], shape)[0, 0].numpy()
+    low, high = float(values.min()), float(values.max())
+    levels = np.rint(255 * (values - low) / max(high - low, 1e-12)).astype(np.uint8)
+    return {**volume_uri(levels.reshape(_three(shape))), "low": low, "high": high}
+
+
+def _planes(dim: int) -> list[dict[str, Any]]:
+    """For each plane: array axis to the right, downwards and through it, which run backwards, and names of its edges.
+
+    Array axes run to the right, to the front and to the head. Radiological: the patient's right is on the left.
+    """
+    if dim == 2:
+        return [{"name": "image", "axes": [0, 1, 2], "flip": [False, False], "edges": ["", "", "", ""]}]
+    return [
+        {"name": "axial", "axes": [0, 1, 2], "flip": [True, True], "edges": ["R", "L", "A", "P"]},
+        {"name": "coronal", "axes": [0, 2, 1], "flip": [True, True], "edges": ["R", "L", "S", "I"]},
+        {"name": "sagittal", "axes": [1, 2, 0], "flip": [True, True], "edges": ["A", "P", "S", "I"]},
+    ]
+
+
+def _unit_to_ras(image: Image) -> Matrix:
+    """(3, 4): unit coordinates to world millimetres as most viewers show them, RAS."""
+    matrix = np.zeros((3, 4))
+    dim = image.dim
+    signs = np.array([-1.0, -1.0, 1.0])[:dim] if dim == 3 else np.ones(dim)
+    unit = image.unit_to_world()
+    matrix[:dim, :dim], matrix[:dim, 3] = signs[:, None] * unit[:-1, :-1], signs * unit[:-1, -1]
+    return matrix
+
+
+def _three(shape: Iterable[int]) -> list[int]:
+    sides = list(shape)
+    return [*sides, *[1] * (3 - len(sides))]
+
+
+def _fortran(vectors: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+    """(*shape, D) as (components, z, y, x): each component apart, x fastest; a third one for pictures."""
+    dim = vectors.shape[-1]
+    whole = np.zeros((*_three(vectors.shape[:-1]), 3), np.int16)
+    whole[..., :dim] = vectors.reshape(*_three(vectors.shape[:-1]), dim)
+    return whole.transpose(3, 2, 1, 0)
+
+
+# ---- what the page says ---------------------------------------------------------------------------------------------
+
+
+def _short(name: str) -> str:
+    return name.rsplit("/", 1)[-1] or name
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _figures(registration: Registration) -> list[tuple[str, str]]:
+    known = {
+        "folds_percent": ("folded", "% of the fixed image"),
+        "inverse_consistency_mm": ("disagreement of the two directions", "mm on average"),
+        "seconds": ("time", "s"),
+        "network_seconds": ("of which reading and the network", "s"),
+        "optimisation_seconds": ("of which optimisation", "s"),
+    }
+    rows = []
+    for key, value in registration.metrics.items():
+        words, unit = known.get(key, (key.replace("_", " "), ""))
+        rows.append((words, f"{_number(value)} {unit}".strip()))
+    grid = Grid.of([min(n, 24) for n in registration.fixed.shape]).points(torch.float64).numpy()
+    points = map_points(registration.fixed.unit_to_world(), grid)
+    length = np.linalg.norm(registration.transform(points) - points, axis=-1)
+    rows.insert(0, ("movement", f"{length.mean():.1f} mm on average, {length.max():.1f} mm at most"))
+    return rows
+
+
+def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for key, value in settings.items():
+        if key != "inputs" and value is not None:
+            words = " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else _number(value)
+            rows.append((key.replace("io_", "optimisation: ").replace("_", " "), words))
+    return rows
+
+
+def _inputs(inputs: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for key in dict.fromkeys(itertools.chain.from_iterable(side.keys() for side in inputs.values())):
+        cells = [side.get(key, "") for side in inputs.values()]
+        words = [
+            " × ".join(_number(v) for v in cell) if isinstance(cell, (list, tuple)) else str(cell) for cell in cells
+        ]
+        if key == "sha256":
+            words = [word[:12] + "…" for word in words]
+        rows.append((key.replace("_", " "), *words))
+    return _table(rows, ("", *inputs))
+
+
+def _dice(dice: Mapping[str, tuple[float, float]]) -> str:
+    if not dice:
+        return ""
+    rows = [(name, f"{before:.3f}", f"{after:.3f}") for name, (before, after) in dice.items()]
+    means = [float(np.nanmean([pair[i] for pair in dice.values()])) for i in (0, 1)]
+    rows.append(("mean", f"{means[0]:.3f}", f"{means[1]:.3f}"))
+    return "<section><h2>Overlap (Dice)</h2>" + _table(rows, ("structure", "before", "after")) + "</section>"
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str]) -> str:
+    def line(cells: Sequence[str], kind: str) -> str:
+        first, *others = (html.escape(cell) for cell in cells)
+        return f"<tr><th>{first}</th>" + "".join(f"<{kind}>{cell}</{kind}>" for cell in others) + "</tr>"
+
+    top = f"<thead>{line(head, 'th')}</thead>" if any(head) else ""
+    return f"<div class=wide><table>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table></div>"
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    return "".join(f'<p class="warning" role="alert">{html.escape(text)}</p>' for text in warnings)
+
+
+def _curves(losses: Sequence[Mapping[str, float]]) -> str:
+    """Each part of the loss against the step, as a drawing."""
+    if len(losses) < 2:
+        return ""
+    width, height, left, bottom = 640, 220, 56, 28
+    names = [name for name in losses[0] if all(math.isfinite(step.get(name, math.nan)) for step in losses)]
+    values = [step[name] for step in losses for name in names]
+    low, high = min([*values, 0.0]), max(values)
+    span = (high - low) or 1.0
+
+    def place(step: float, value: float) -> str:
+        x = left + (width - left - 8) * step / (len(losses) - 1)
+        return f"{x:.1f},{8 + (height - bottom - 8) * (1 - (value - low) / span):.1f}"
+
+    lines = [
+        f'<polyline class="curve c{i % 4}" points="{" ".join(place(k, s[name]) for k, s in enumerate(losses))}"/>'
+        for i, name in enumerate(names)
+    ]
+    marks = []
+    for value in (low, low + span / 2, high):
+        y = place(0, value).split(",")[1]
+        marks.append(f"<line class=rule x1={left} x2={width - 8} y1={y} y2={y} />")
+        marks.append(f"<text x={left - 6} y={y} text-anchor=end dominant-baseline=middle>{value:.3g}</text>")
+    for step in (0, len(losses) - 1):
+        x = place(step, low).split(",")[0]
+        marks.append(f"<text x={x} y={height - 8} text-anchor=middle>{step + 1}</text>")
+    key = "".join(f'<span class="key c{i % 4}">{html.escape(name)}</span>' for i, name in enumerate(names))
+    return (
+        "<section><h2>Optimisation</h2>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="loss at each step">{"".join(marks + lines)}</svg>'
+        f"<p>{key} at each of {len(losses)} steps</p></section>"
+    )

@@ -1,0 +1,183 @@
+"""Patients: one canonical torso seen through known smooth maps, so that the same places of any two are known exactly.
+
+World positions are millimetres in ITK's LPS frame, as everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from carlreg.grids import Grid, along_axes
+from carlreg.synthesis.shapes import BLOCK, Canvas
+from carlreg.synthesis.torso import AIR, PHASES, Phase, draw
+from carlreg.synthesis.waves import Waves
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """One image of a patient. `affine` goes from voxel indices to world millimetres (LPS), as `images.Image` wants."""
+
+    data: npt.NDArray[np.int16]  # Hounsfield units
+    labels: npt.NDArray[np.uint8]  # of LABELS
+    affine: Array  # (D + 1, D + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Patient:
+    """Somebody: where everything is in them, and what it looks like. Made by `patient`.
+
+    >>> scan = patient(1).scan((128, 128, 96), spacing=3.0)
+    """
+
+    linear: Tensor  # (D, D) and (D,): to_canonical(x) = waves(linear x + shift)
+    shift: Tensor
+    waves: tuple[Waves, ...]  # the last acts first
+    phase: Phase
+    texture: int
+    """Seed of what has no counterpart in others: grain of organs, small vessels, bowel."""
+    level: float | None = None
+    """Of a 2-D patient: the canonical z of the slice."""
+
+    @property
+    def dim(self) -> int:
+        return len(self.shift)
+
+    def moved(self, by: Sequence[float]) -> Patient:
+        """The same patient lying elsewhere: everything in them is `by` mm further along each world axis."""
+        offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
+        if offset.shape != self.shift.shape:
+            raise ValueError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
+        return dataclasses.replace(self, shift=self.shift - self.linear @ offset)
+
+    def to_canonical(self, points: npt.ArrayLike) -> Array:
+        """World points (..., D) of this patient to those of the canonical anatomy."""
+        tensor, shape = self._tensor(points)
+        return np.asarray(self._to_canonical(tensor).numpy().reshape(shape))
+
+    def from_canonical(self, points: npt.ArrayLike) -> Array:
+        """Canonical points (..., D) to world points of this patient: the inverse, to less than 1e-6 mm."""
+        tensor, shape = self._tensor(points)
+        for waves in self.waves:
+            tensor = waves.inverse(tensor)
+        inverse = torch.linalg.inv(self.linear)
+        return np.asarray(((tensor - self.shift) @ inverse.mT).numpy().reshape(shape))
+
+    def _to_canonical(self, points: Tensor) -> Tensor:  # (1, N, D)
+        points = points @ self.linear.to(points).mT + self.shift.to(points)
+        for waves in reversed(self.waves):
+            points = waves(points)
+        return points
+
+    def _tensor(self, points: npt.ArrayLike) -> tuple[Tensor, tuple[int, ...]]:
+        array = np.asarray(points, dtype=np.float64)
+        if array.shape[-1:] != (self.dim,):
+            raise ValueError(f"points have shape {array.shape}; expected (..., {self.dim}) for this patient")
+        return torch.from_numpy(np.ascontiguousarray(array)).reshape(1, -1, self.dim), array.shape
+
+    def scan(
+        self,
+        shape: Sequence[int],
+        spacing: float | Sequence[float] = 3.0,
+        *,
+        centre: Sequence[float] | None = None,
+        noise: float = 12.0,
+        seed: int = 0,
+    ) -> Scan:
+        """An image of so many voxels, so many mm apart, about a world point: by default the middle of the abdomen.
+
+        `noise` is its standard deviation in HU, drawn from `seed`. The same world point has the same value in every
+        scan with this spacing, apart from noise.
+        """
+        if len(shape) != self.dim:
+            raise ValueError(f"shape is {tuple(shape)}; expected {self.dim} sides for this patient")
+        steps = np.broadcast_to(np.asarray(spacing, dtype=np.float64), (self.dim,))
+        middle = np.zeros(self.dim) if centre is None else np.asarray(centre, dtype=np.float64)
+        if min(shape) < 1 or not (steps > 0).all() or middle.shape != (self.dim,):
+            raise ValueError(
+                f"shape {tuple(shape)}, spacing {spacing}, centre {centre}; expected positive numbers and a centre of "
+                f"{self.dim} coordinates"
+            )
+        affine = np.eye(self.dim + 1)
+        affine[:-1, :-1] = np.diag(steps)
+        affine[:-1, -1] = middle - steps * (np.array(shape) - 1) / 2
+
+        whole = [math.ceil(n / BLOCK) * BLOCK for n in shape]
+        index = Grid(tuple(whole), (0.0,) * self.dim, (1.0,) * self.dim).points()
+        world = index * torch.tensor(steps.tolist()) + torch.tensor(affine[:-1, -1].tolist())
+        points = self._to_canonical(world.reshape(1, -1, self.dim)).reshape(world.shape).movedim(-1, 0)
+        if self.level is not None:
+            points = torch.cat([points, torch.full_like(points[:1], self.level)])
+        canvas = Canvas(points, softness=float(steps.mean()), background=AIR)
+        draw(canvas, self.phase, self.texture)
+        window = tuple(slice(n) for n in shape)
+        values = canvas.values()[window]
+        if noise > 0:
+            grain = torch.randn(1, 1, *shape, generator=torch.Generator().manual_seed(seed))
+            grain = along_axes(grain, _smooth_rows)  # a scanner's noise is not independent from voxel to voxel
+            values = values + noise * (grain / grain.std())[0, 0]
+        data = values.round().clamp(-1024, 3071).to(torch.int16).numpy()
+        return Scan(data, canvas.labels()[window].numpy().copy(), affine)
+
+
+def patient(
+    seed: int, *, dim: int = 3, variation: float = 1.0, phase: Phase | None = None, level: float = 15.0
+) -> Patient:
+    """A random patient: `variation` 0 is the canonical anatomy, 1 the usual differences in size, posture and shape.
+
+    In 2-D it is the axial slice of the torso at canonical z = `level`, with a map of its plane.
+    """
+    if dim not in (2, 3):
+        raise ValueError(f"dim is {dim}; expected 2 or 3")
+    if not 0 <= variation <= 1.5:
+        raise ValueError(f"variation is {variation}; expected 0 to 1.5, beyond which anatomy may fold")
+    if phase is not None and phase not in PHASES:
+        raise ValueError(f"unknown phase {phase!r}; expected one of {', '.join(PHASES)}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    skew = normal(dim, dim)
+    generator_of_linear = 0.04 * (skew - skew.mT) + torch.diag(0.06 * normal(dim))  # rotations, then sizes
+    linear = torch.matrix_exp(variation * generator_of_linear)
+    shift = 6.0 * variation * normal(dim)
+    waves = tuple(
+        Waves.random(
+            1,
+            dim,
+            wavelength=(160.0, 500.0),
+            slope=0.6 * variation,
+            generator=generator,
+            dtype=torch.float64,
+        )
+        for _ in range(2)
+    )
+    texture = int(torch.randint(2**31, (), generator=generator))
+    chosen = PHASES[int(torch.multinomial(torch.tensor([0.2, 0.2, 0.6]), 1, generator=generator))]
+    return Patient(linear, shift, waves, phase or chosen, texture, level if dim == 2 else None)
+
+
+def correspondence(first: Patient, second: Patient) -> Callable[[npt.ArrayLike], Array]:
+    """The map that takes world points (..., D) of one patient to the same places in the other.
+
+    >>> there = correspondence(patient(1), patient(2))(landmarks)
+    """
+    if first.level != second.level:
+        raise ValueError("one patient is another slice of the torso than the other; expected the same level")
+    return lambda points: second.from_canonical(first.to_canonical(points))
+
+
+def _smooth_rows(rows: Tensor) -> Tensor:
+    kernel = torch.tensor([[[0.2, 0.6, 0.2]]], dtype=rows.dtype, device=rows.device)
+    padded = torch.nn.functional.pad(rows, (1, 1), mode="replicate")
+    return torch.nn.functional.conv1d(padded.transpose(0, 1), kernel).transpose(0, 1)

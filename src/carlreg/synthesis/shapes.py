@@ -1,0 +1,199 @@
+"""Solids described by their distance, and a canvas that paints them with soft edges.
+
+Points are (3, ...) here, in millimetres: coordinates apart from one another are quicker to work on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from carlreg.grids import interpolate
+
+Distance = Callable[[Tensor], Tensor]
+"""Points (3, ...) to how far outside they are, (...): negative inside, in mm, and right near the surface."""
+Material = float | Callable[[Tensor, Tensor], Tensor]
+"""Hounsfield units: a number, or a function of points (3, ...) and their distance (...)."""
+Vector = tuple[float, float, float]
+BLOCK = 8
+REACH = 8.0
+"""How far around a solid's box it may still be seen, in mm."""
+EVERYWHERE: Vector = (math.inf, math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A solid and a box around it."""
+
+    distance: Distance
+    low: Vector = (-math.inf, -math.inf, -math.inf)
+    high: Vector = EVERYWHERE
+
+    def __call__(self, points: Tensor) -> Tensor:
+        return self.distance(points)
+
+    def grown(self, by: float) -> Shape:
+        """The same with its surface moved outwards by so many mm."""
+        low, high = (tuple(v + sign * by for v in box) for sign, box in ((-1, self.low), (1, self.high)))
+        return Shape(lambda p: self.distance(p) - by, low, high)  # type: ignore[arg-type]
+
+    def rough(self, noise: Distance, height: float) -> Shape:
+        """The same with hills and hollows of this height."""
+        return Shape(lambda p: self.distance(p) - height * noise(p), self.low, self.high)
+
+    def within(self, *others: Distance, blend: float = 0.0) -> Shape:
+        """What of it lies in the others too; edges rounded over `blend` mm."""
+        return Shape(lambda p: _largest([self.distance(p), *(o(p) for o in others)], blend), self.low, self.high)
+
+    def without(self, *others: Distance, blend: float = 0.0) -> Shape:
+        """What of it lies in none of the others."""
+        return Shape(lambda p: _largest([self.distance(p), *(-o(p) for o in others)], blend), self.low, self.high)
+
+
+def union(*shapes: Shape, blend: float = 0.0) -> Shape:
+    """All of them as one solid; notches filled over `blend` mm."""
+    low, high = (
+        tuple(choose(box) for box in zip(*boxes, strict=True))
+        for choose, boxes in ((min, [s.low for s in shapes]), (max, [s.high for s in shapes]))
+    )
+    return Shape(lambda p: -_largest([-s.distance(p) for s in shapes], blend), low, high)
+
+
+def ellipsoid(centre: Vector, radii: Vector, *, power: float = 2.0, turn: float = 0.0, tilt: float = 0.0) -> Shape:
+    """Of these half axes; a higher power is more like a box. Turned about z, then tilted about y, in degrees."""
+    cos, sin = math.cos(math.radians(turn)), math.sin(math.radians(turn))
+    ct, st = math.cos(math.radians(tilt)), math.sin(math.radians(tilt))
+
+    def distance(points: Tensor) -> Tensor:
+        x, y, z = (points[axis] - centre[axis] for axis in range(3))
+        x, z = ct * x - st * z, st * x + ct * z
+        x, y = cos * x + sin * y, cos * y - sin * x
+        return section([x, y, z], list(radii), power)
+
+    reach = max(radii) if turn or tilt else 0.0
+    low, high = (tuple(c + sign * max(r, reach) for c, r in zip(centre, radii, strict=True)) for sign in (-1.0, 1.0))
+    return Shape(distance, low, high)  # type: ignore[arg-type]
+
+
+def section(coordinates: Sequence[Tensor], radii: Sequence[float | Tensor], power: float = 2.0) -> Tensor:
+    """Distance to Σ |x_i / r_i|^p = 1, to first order: (‖x‖ − 1) / |∇‖x‖|."""
+    ratios = [(x / r).abs() for x, r in zip(coordinates, radii, strict=True)]
+    powers = ratios if power == 2 else [q ** (power - 1) for q in ratios]
+    total, slope = torch.full_like(ratios[0], 1e-9), torch.zeros_like(ratios[0])
+    for q, t, r in zip(ratios, powers, radii, strict=True):
+        total += q * t
+        slope += (t / r).square()
+    size = total.sqrt() if power == 2 else total ** (1 / power)
+    return (size - 1) * total / (size * slope.sqrt())
+
+
+def tube(*path: tuple[float, float, float, float]) -> Shape:
+    """Along x, y, z with radius r between the nodes of a path, round at its ends."""
+    nodes = torch.tensor(path)
+
+    def distance(points: Tensor) -> Tensor:
+        nearest: Tensor | None = None
+        for start, end in zip(nodes[:-1].tolist(), nodes[1:].tolist(), strict=True):
+            along = [e - s for s, e in zip(start[:3], end[:3], strict=True)]
+            offset = [points[axis] - start[axis] for axis in range(3)]
+            scale = 1 / sum(a * a for a in along)
+            t = torch.zeros_like(points[0])
+            for o, a in zip(offset, along, strict=True):
+                t.add_(o, alpha=a * scale)
+            t.clamp_(0, 1)
+            away = torch.zeros_like(t)
+            for o, a in zip(offset, along, strict=True):
+                away += (o - t * a).square_()
+            away = away.sqrt_() - (start[3] + (end[3] - start[3]) * t)
+            nearest = away if nearest is None else torch.minimum(nearest, away)
+        assert nearest is not None
+        return nearest
+
+    low, high = (nodes[:, :3] - nodes[:, 3:]).amin(0), (nodes[:, :3] + nodes[:, 3:]).amax(0)
+    return Shape(distance, tuple(low.tolist()), tuple(high.tolist()))
+
+
+def _largest(values: Sequence[Tensor], blend: float) -> Tensor:
+    result = values[0]
+    for value in values[1:]:
+        result = torch.maximum(result, value) + (
+            (blend - (result - value).abs()).clamp(min=0).square() / (4 * blend) if blend else 0.0
+        )
+    return result
+
+
+class Noise:
+    """A smooth random function of space with mean 0 and variance about 1, the same at the same points for ever."""
+
+    SIDE = 64
+
+    def __init__(self, scale: float, seed: int) -> None:
+        """`scale`: millimetres from a hill to the next hollow, roughly."""
+        lattice = torch.randn(1, 1, *[self.SIDE] * 3, generator=torch.Generator().manual_seed(seed))
+        for axis in (2, 3, 4) * 3:  # smooth, and periodic as the lattice is used again and again
+            lattice = lattice + 0.5 * (lattice.roll(1, axis) + lattice.roll(-1, axis))
+        lattice = lattice / lattice.std()
+        for axis in (2, 3, 4):
+            lattice = torch.cat([lattice, lattice.narrow(axis, 0, 1)], dim=axis)
+        self._lattice, self._period = lattice, scale * self.SIDE / 4
+
+    def __call__(self, points: Tensor) -> Tensor:
+        position = (points.movedim(0, -1) / self._period).remainder(1.0)
+        return interpolate(self._lattice, position[None])[0, 0]
+
+
+class Canvas:
+    """Values and labels at points (3, *shape), painted over one solid after the other.
+
+    The points are kept in blocks of neighbours, so that a solid is worked out only near where it is.
+    """
+
+    def __init__(self, points: Tensor, softness: float, background: float) -> None:
+        """`softness`: the width of a voxel in mm, over which edges are averaged."""
+        self.softness, self._shape = softness, points.shape[1:]
+        grids = [n // BLOCK for n in self._shape]
+        if any(n % BLOCK for n in self._shape):
+            raise ValueError(f"points have sides {tuple(self._shape)}; expected multiples of {BLOCK}")
+        split = points.reshape(3, *(side for n in grids for side in (n, BLOCK)))
+        dim = len(grids)
+        self._order = [*range(1, 2 * dim, 2), *range(2, 2 * dim + 1, 2)]
+        self._grids = grids
+        self._points = split.permute(0, *self._order).reshape(3, math.prod(grids), BLOCK**dim).contiguous()
+        self._low, self._high = self._points.amin(-1), self._points.amax(-1)  # (3, blocks)
+        self._values = torch.full(self._points.shape[1:], background)
+        self._labels = torch.zeros(self._points.shape[1:], dtype=torch.uint8)
+
+    def paint(self, shape: Shape, material: Material, label: int = 0) -> None:
+        """Cover what lies in the solid; voxels that it fills by half or more get its label."""
+        low, high = (torch.tensor(box)[:, None] for box in (shape.low, shape.high))
+        near = ((self._high >= low - REACH) & (self._low <= high + REACH)).all(dim=0).nonzero()[:, 0]
+        points = self._points[:, near]
+        distance = shape.distance(points)
+        touched = (distance < self.softness / 2).any(dim=-1)
+        near, points, distance = near[touched], points[:, touched], distance[touched]
+        cover = self.inside(distance)
+        values = material if isinstance(material, (int, float)) else material(points, distance)
+        old = self._values[near]
+        self._values[near] = old + cover * (values - old)
+        self._labels[near] = torch.where(cover >= 0.5, label, self._labels[near]).to(torch.uint8)
+
+    def inside(self, distance: Tensor) -> Tensor:
+        """How much of a voxel lies inside, 0 to 1, if its centre has this distance."""
+        return (0.5 - distance / self.softness).clamp(0, 1)
+
+    def values(self) -> Tensor:
+        """(*shape)."""
+        return self._joined(self._values)
+
+    def labels(self) -> Tensor:
+        """(*shape), uint8."""
+        return self._joined(self._labels)
+
+    def _joined(self, blocks: Tensor) -> Tensor:
+        dim = len(self._grids)
+        split = blocks.reshape(*self._grids, *[BLOCK] * dim)
+        return split.permute(*(axis for d in range(dim) for axis in (d, dim + d))).reshape(self._shape)

@@ -1,0 +1,79 @@
+"""Smooth maps that are one to one by construction: the identity and a sum of plane waves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Waves:
+    """x ↦ x + u(x), u(x) = Σ_k a_k sin(ω_k·x + p_k), one map per item of a batch.
+
+    |∇u| ≤ Σ_k |a_k| |ω_k|. Where that is below 1 the map is a diffeomorphism of the whole space: x ↦ y − u(x) is a
+    contraction, so that it has exactly one fixed point, and the determinant cannot change its sign.
+    """
+
+    amplitude: Tensor  # (B, K, D), in the unit of the points
+    frequency: Tensor  # (B, K, D), radians per unit
+    phase: Tensor  # (B, K)
+
+    @classmethod
+    def random(
+        cls,
+        batch: int,
+        dim: int,
+        *,
+        wavelength: tuple[float, float],
+        slope: float | Tensor,
+        generator: torch.Generator,
+        count: int = 12,
+        dtype: torch.dtype = torch.float32,
+    ) -> Waves:
+        """Waves of lengths in this range, in all directions, whose bound Σ|a||ω| is `slope`: a number, or (B,).
+
+        Long waves are high and short ones low, by the square of their length. On the generator's device.
+        """
+        if not bool((torch.as_tensor(slope) < 1).all()):
+            raise ValueError(f"slope is {slope}; expected less than 1, beyond which waves may fold")
+        device = generator.device
+        length = torch.rand(batch, count, 1, generator=generator, dtype=dtype, device=device)
+        length = wavelength[0] * (wavelength[1] / wavelength[0]) ** length
+        frequency = _directions((batch, count, dim), generator, dtype) * (2 * torch.pi / length)
+        amplitude = _directions((batch, count, dim), generator, dtype) * length**2
+        bound = (amplitude.norm(dim=-1) * frequency.norm(dim=-1)).sum(dim=-1)
+        amplitude = amplitude * (torch.as_tensor(slope, dtype=dtype, device=device) / bound)[..., None, None]
+        phase = 2 * torch.pi * torch.rand(batch, count, generator=generator, dtype=dtype, device=device)
+        return cls(amplitude, frequency, phase)
+
+    def __call__(self, points: Tensor) -> Tensor:
+        """Push points (B, ..., D) forward."""
+        return points + self.displacement(points)
+
+    def displacement(self, points: Tensor) -> Tensor:
+        """u at points (B, ..., D)."""
+        flat = points.reshape(len(points), -1, points.shape[-1])
+        total = torch.zeros_like(flat)
+        # One wave at a time: all at once would take K times the memory.
+        amplitude, frequency, phase = (part.to(points) for part in (self.amplitude, self.frequency, self.phase))
+        for k in range(phase.shape[1]):
+            angle = flat @ frequency[:, k, :, None] + phase[:, k, None, None]
+            total = total + torch.sin(angle) * amplitude[:, k, None]
+        return total.reshape(points.shape)
+
+    def inverse(self, points: Tensor, tolerance: float = 1e-9) -> Tensor:
+        """The points (B, ..., D) that the map takes to these, to this tolerance if their precision allows."""
+        found, last = points, torch.inf
+        while True:
+            moved = points - self.displacement(found)
+            change = float((moved - found).abs().max()) if points.numel() else 0.0
+            if change <= tolerance or change >= last:  # no longer shrinking: the last digits are reached
+                return moved
+            found, last = moved, change
+
+
+def _directions(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
+    return gaussian / gaussian.norm(dim=-1, keepdim=True)

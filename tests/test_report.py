@@ -1,0 +1,213 @@
+"""The report: one file that needs nothing else, whose own program shows the right voxels on the right sides."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carlreg import itk, report
+from carlreg.images import Image, map_points, to_closest_ras
+from carlreg.product import Registration
+from carlreg.report.encode import mosaic, png, volume_uri
+
+sitk = pytest.importorskip("SimpleITK")
+PROGRAM = Path(report.__file__).parent / "page.js"
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's program")
+
+CENTRE = np.array([15.0, -12.0, 10.0])  # LPS: to the left, in front, above
+
+
+def affine(direction: np.ndarray, spacing: tuple[float, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Centred at the origin of the world."""
+    matrix = np.eye(len(shape) + 1)
+    matrix[:-1, :-1] = direction * np.array(spacing)
+    matrix[:-1, -1] = -matrix[:-1, :-1] @ ((np.array(shape) - 1) / 2)
+    return matrix
+
+
+def ball(shape: tuple[int, ...], matrix: np.ndarray, centre: np.ndarray, radius: float = 9.0) -> Image:
+    """Bright about a world point, on a slope that makes every voxel different."""
+    index = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), axis=-1)
+    world = map_points(matrix, index)
+    values = 1000.0 * (np.linalg.norm(world - centre, axis=-1) < radius) + 100 + world @ np.arange(1, len(shape) + 1)
+    return Image(values.astype(np.float32), matrix)
+
+
+def registration(
+    move: Any, dim: int = 3, losses: int = 5, warnings: tuple[str, ...] = (), name: str = "fixed.nii.gz"
+) -> Registration:
+    """Two images whose axes run in odd directions; `move` is the map of world points, on their grids."""
+    shape, spacing = ((20, 26, 14), (3.0, 2.0, 5.0)) if dim == 3 else ((40, 30), (2.0, 3.0))
+    turned = np.array([[0, 0, -1], [1, 0, 0], [0, -1, 0]]) if dim == 3 else np.eye(2)
+    centre = CENTRE[:dim]
+    fixed = ball(shape, affine(turned, spacing, shape), centre)
+    moving = ball(shape, affine(np.eye(dim), spacing, shape), centre)
+    transform = itk.sample(move, fixed)
+    inverse = itk.sample(lambda points: points, moving)
+    settings = {
+        "model": "carl-base",
+        "grid": [96] * dim,
+        "inputs": {
+            side: {"name": f"folder/{name}", "shape": list(shape), "sha256": "0" * 64} for side in ("fixed", "moving")
+        },
+    }
+    curve = [{"total": 1.0 / (k + 1), "similarity": 0.5, "regularity": 0.1 * k} for k in range(losses)]
+    metrics = {"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "seconds": 12.0}
+    warped = itk.apply(transform, moving, fixed)
+    return Registration(transform, inverse, warped, fixed, moving, metrics, settings, curve, warnings)
+
+
+def shift(points: np.ndarray) -> np.ndarray:
+    return points + np.array([4.0, -3.0, 6.0])[: points.shape[-1]]
+
+
+def drawn(path: Path, point: list[float]) -> dict[str, Any]:
+    """What the page's own functions make of it: panels as (height, width, 4) by plane and name, and points."""
+    script = Path(__file__).parent / "render_report.js"
+    done = subprocess.run(
+        ["node", script, PROGRAM, path, json.dumps(point)], capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout)
+    result["panels"] = {
+        (p["plane"], p["which"]): np.frombuffer(base64.b64decode(p["rgba"]), np.uint8).reshape(
+            p["height"], p["width"], 4
+        )
+        for p in result["panels"]
+    }
+    return result
+
+
+def test_pictures_are_png(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for picture in (rng.integers(0, 256, (7, 11)), np.tile(np.arange(200), (40, 1)), np.full((1, 1), 9)):
+        levels = picture.astype(np.uint8)
+        (tmp_path / "a.png").write_bytes(png(levels))
+        assert np.array_equal(sitk.GetArrayFromImage(sitk.ReadImage(str(tmp_path / "a.png"))), levels)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 11), (9, 3, 1), (4, 30, 6)])
+def test_a_mosaic_holds_every_slice(shape: tuple[int, int, int]) -> None:
+    volume = np.random.default_rng(0).integers(1, 256, shape).astype(np.uint8)
+    picture, columns = mosaic(volume)
+    nx, ny, nz = shape
+    for k in range(nz):
+        left, top = (k % columns) * nx, (k // columns) * ny
+        assert np.array_equal(picture[top : top + ny, left : left + nx].T, volume[:, :, k])
+
+
+def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
+    path = report.write(
+        registration(shift, warnings=("the match is doubtful",)), tmp_path / "report.html", dice={"liver": (0.1, 0.875)}
+    )
+    text = path.read_text()
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
+    assert not re.findall(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|WebSocket", text)
+    assert "default-src 'none'" in text
+    for words in (
+        "the match is doubtful",
+        "0.875",
+        "0.25 % of the fixed image",
+        "1.5 mm on average",
+        "<polyline",
+        "L",
+        "R",
+    ):
+        assert words in text
+    assert "{{" not in text.split("<script", 1)[0]
+    with pytest.raises(FileExistsError, match="exists already; choose another name, or overwrite=True"):
+        report.write(registration(shift), path)
+
+
+def test_names_cannot_become_markup(tmp_path: Path) -> None:
+    nasty = "</script><script>alert(1)</script>{{data}}.nii"
+    text = report.page(registration(shift, name=nasty, warnings=("<img src=x>",)), dice={"<b>": (0, 1)})
+    assert "alert(1)</script>" not in text.replace("&lt;/script&gt;", "")
+    assert "<img" not in text
+    assert "<b>" not in text
+    assert text.count("<script") == 2
+
+
+def test_noise_fits() -> None:
+    """The most that the volumes of a page can take, with nothing to compress."""
+    rng = np.random.default_rng(0)
+    side = round(report.VOXELS ** (1 / 3))
+    picture = len(str(volume_uri(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
+    side = round(report.MAP_VOXELS ** (1 / 3))
+    overlay = len(str(volume_uri(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
+    assert 3 * picture + 2 * overlay + 4 / 3 * 6 * report.LATTICE**3 < 7.5e6
+    thin = Image(np.zeros((900, 800, 30), np.int16), affine(np.eye(3), (0.5, 0.5, 5.0), (900, 800, 30)))
+    assert np.prod(report._display_shape(thin, report.VOXELS)) <= report.VOXELS
+
+
+@needs_node
+def test_the_program_shows_the_patients_sides(tmp_path: Path) -> None:
+    """The ball lies to the patient's left, in front and above: there it is on the screen, however voxels are stored."""
+    pair = registration(lambda points: points)
+    point = map_points(to_closest_ras(pair.fixed).world_to_unit(), CENTRE).tolist()
+    result = drawn(report.write(pair, tmp_path / "r.html"), point)
+    for plane, side in (("axial", "right"), ("coronal", "right"), ("sagittal", "left")):
+        for which in ("fixed", "moving", "warped"):
+            picture = result["panels"][plane, which][..., 0]
+            rows, columns = (picture > 200).nonzero()
+            assert len(rows) > 20
+            assert (columns.mean() > picture.shape[1] / 2) == (side == "right"), (plane, which)
+            assert rows.mean() < picture.shape[0] / 2, (plane, which)
+
+
+@needs_node
+def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
+    pair = registration(shift)
+    result = drawn(report.write(pair, tmp_path / "r.html", certainty=pair.fixed), [0.4, 0.5, 0.6])
+    # The axial picture against one made by hand.
+    turned = to_closest_ras(pair.fixed)
+    shape = report._display_shape(turned, report.VOXELS)
+    picture = result["panels"]["axial", "fixed"][..., 0]
+    assert picture.shape == (shape[1], shape[0])
+    level = round(result["point"][2] * (shape[2] - 1))
+    points = report._points(turned, shape)[::-1, ::-1, level].swapaxes(0, 1)
+    index = map_points(np.linalg.inv(turned.affine), points)
+    nearest = turned.data[tuple(np.rint(index).astype(int).reshape(-1, 3).T)].reshape(picture.shape)
+    assert np.corrcoef(nearest.ravel(), picture.ravel().astype(float))[0, 1] > 0.9
+    # The point that it says is the transform's, in RAS.
+    flip = np.array([-1, -1, 1])
+    expected = pair.transform(np.array(result["fixedWorld"]) * flip) * flip
+    assert np.abs(np.array(result["movingWorld"]) - expected).max() < 0.1
+    assert np.allclose(result["clicked"], result["point"])
+    for name in ("moving", "warped", "blend", "checkerboard", "difference", "grid", "jacobian", "certainty"):
+        assert result["panels"]["coronal", name].std() > 0, name
+    # A shift changes no volume: the map of it is white times the picture, and magenta nowhere.
+    jacobian = result["panels"]["axial", "jacobian"].astype(int)
+    assert np.abs(jacobian[..., 0] - jacobian[..., 2]).max() <= 3
+
+
+@needs_node
+def test_the_program_marks_folds(tmp_path: Path) -> None:
+    def fold(points: np.ndarray) -> np.ndarray:
+        return points - np.array([1.0, 0, 0]) * 18 * np.tanh(points[..., :1] / 6)
+
+    result = drawn(report.write(registration(fold), tmp_path / "r.html"), [0.5, 0.5, 0.5])
+    panel = result["panels"]["axial", "jacobian"].astype(int)
+    magenta = (panel[..., 0] == 255) & (panel[..., 1] == 0) & (panel[..., 2] == 220)
+    assert 0.05 < magenta.mean() < 0.5
+
+
+@needs_node
+def test_two_dimensions(tmp_path: Path) -> None:
+    pair = registration(shift, dim=2)
+    result = drawn(report.write(pair, tmp_path / "r.html"), [0.4, 0.5, 0.0])
+    picture = result["panels"]["image", "fixed"]
+    assert {plane for plane, _ in result["panels"]} == {"image"}
+    assert picture.shape[1] / picture.shape[0] == pytest.approx(80 / 90, rel=0.1)  # millimetres, not voxels
+    row, column = np.unravel_index(picture[..., 0].argmax(), picture.shape[:2])
+    assert column > picture.shape[1] / 2  # x to the right
+    assert row < picture.shape[0] / 2  # y downwards: the ball is at −12
+    expected = pair.transform(np.array(result["fixedWorld"][:2]))
+    assert np.abs(np.array(result["movingWorld"][:2]) - expected).max() < 0.1
