@@ -369,3 +369,62 @@ def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
     after = network.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert held[-1] - held[0] < 8, held
+
+
+# ---- too little memory ----------------------------------------------------------------------------------------------
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise torch.cuda.OutOfMemoryError("no room")
+
+
+def test_without_room_for_both_directions_they_come_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = carl(3, 2, **SMALL).eval()
+    moving, fixed = torch.rand(2, 1, 1, 16, 17, 18)
+    randomize(model, moving, fixed, move=1.0)
+    expected = [phi.on_grid_of(fixed) for phi in model.both(moving, fixed)]
+    register_pair = type(model).register
+
+    def of_one(self: RegistrationAlgorithm, m: Tensor, f: Tensor, *, swapped: bool = False) -> Transform:
+        return no_room() if len(m) > 1 else register_pair(self, m, f, swapped=swapped)  # type: ignore[return-value]
+
+    monkeypatch.setattr(type(model), "register", of_one)
+    found = [phi.on_grid_of(fixed) for phi in model.both(moving, fixed)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert "one after the other" in caplog.text
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        model.train().both(moving, fixed)
+
+
+def test_without_room_for_the_weights_the_fields_are_optimised(
+    pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("carlreg.product.instance_optimize", no_room)
+    fixed, moving = pair
+    model = LoadedModel(carl(3, 2, **SMALL), (16, 16, 16), {"name": "small"})
+    result = register(fixed=fixed, moving=moving, model=model, over="weights", io_iterations=2, device="cpu")
+    assert result.settings["io_over"] == "fields"
+    assert len(result.losses) == 2
+    assert "the fields are optimised instead" in caplog.text
+
+
+def test_without_room_for_the_network_the_cpu_does_its_work(
+    pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fixed, moving = pair
+    model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
+    options = {"fixed": fixed, "moving": moving, "model": model, "io_iterations": 0, "device": "cpu"}
+    expected = register(**options)
+    once = iter([no_room])
+    both = RegistrationAlgorithm.both
+    monkeypatch.setattr(RegistrationAlgorithm, "both", lambda *pair: next(once, lambda: both(*pair))())
+    assert np.array_equal(register(**options).warped.data, expected.warped.data)
+    assert "the CPU does its work" in caplog.text
+
+
+def randomize_small() -> RegistrationAlgorithm:
+    moving, fixed = torch.rand(2, 1, 1, 16, 16, 16)
+    return randomize(carl(3, 2, **SMALL), moving, fixed, move=1.0).eval()

@@ -231,7 +231,7 @@ def register(
     f, m = prepared["fixed"], prepared["moving"]
     clock.lap("reading")
 
-    chosen = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
+    chosen: Literal["weights", "fields"] = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
     usual = {"weights": 50, "fields": 40}[chosen] if transform == "deformable" else 0
     steps = usual if io_iterations is None else io_iterations
     by_attention = transform != "deformable" and fit_to == "attention"
@@ -244,21 +244,12 @@ def register(
         clock.lap("network")
     else:
         say("network")
-        with torch.no_grad(), mixed_precision(place):
-            forward, backward = (_finite(phi) for phi in network.both(m.tensor, f.tensor))
+        forward, backward = _answer(network, m, f)
         clock.lap("network")
         if steps:
             say("optimisation")
-            optimized = _optimize(
-                network if chosen == "weights" else (forward, backward),
-                m,
-                f,
-                steps=steps,
-                similarity=io_sim,
-                weight=regularity,
-                seed=seed,
-                callback=callback,
-            )
+            options = {"similarity": io_sim, "weight": regularity, "seed": seed, "callback": callback}
+            optimized, chosen = _optimize(network, (forward, backward), m, f, over=chosen, steps=steps, **options)
             forward, backward = optimized.transform, optimized.inverse
             clock.lap("optimisation")
         say("world space")
@@ -508,13 +499,40 @@ def _finite(phi: Transform) -> Transform:
     return phi.map_tensors(check)
 
 
+def _answer(network: RegistrationAlgorithm, m: Prepared, f: Prepared) -> tuple[Transform, Transform]:
+    """Both directions, on the CPU where the GPU has no room for them; they come back to where the images are."""
+    try:
+        return _both(network, m.tensor, f.tensor)
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("the GPU has too little memory for the network: the CPU does its work, more slowly")
+    answer = _both(network.cpu(), m.tensor.cpu(), f.tensor.cpu())
+    network.to(f.tensor.device)
+    return answer[0].to(f.tensor), answer[1].to(f.tensor)
+
+
+def _both(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> tuple[Transform, Transform]:
+    with torch.no_grad(), mixed_precision(fixed.device):
+        forward, backward = network.both(moving, fixed)
+    return _finite(forward), _finite(backward)
+
+
 def _optimize(
-    start: RegistrationAlgorithm | tuple[Transform, Transform], m: Prepared, f: Prepared, **options: Any
-) -> Optimized:
+    network: RegistrationAlgorithm,
+    answer: tuple[Transform, Transform],
+    m: Prepared,
+    f: Prepared,
+    *,
+    over: Literal["weights", "fields"],
+    **options: Any,
+) -> tuple[Optimized, Literal["weights", "fields"]]:
+    """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights."""
     options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
-    if isinstance(start, RegistrationAlgorithm):
-        return instance_optimize(start, m.tensor, f.tensor, **options)
-    return optimize_fields(start[0], start[1], m.tensor, f.tensor, **options)
+    if over == "weights":
+        try:
+            return instance_optimize(network, m.tensor, f.tensor, **options), over
+        except torch.cuda.OutOfMemoryError:
+            logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
+    return optimize_fields(*answer, m.tensor, f.tensor, **options), "fields"
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:

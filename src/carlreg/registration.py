@@ -6,6 +6,8 @@ the fixed image's points to the moving image's. None of them keeps anything from
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from carlreg.transforms import (
     warp,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class RegistrationAlgorithm(nn.Module, ABC):
     """Φ: call it with a moving and a fixed image, (B, C, *shape) each.
@@ -53,14 +57,25 @@ class RegistrationAlgorithm(nn.Module, ABC):
         that work done for one image can serve both directions."""
 
     def both(self, moving: Tensor, fixed: Tensor) -> tuple[Transform, Transform]:
-        """Φ[moving, fixed] and Φ[fixed, moving], in one batch where the shapes allow it."""
+        """Φ[moving, fixed] and Φ[fixed, moving], in one batch where the shapes allow it, and the GPU's memory."""
         if moving.shape != fixed.shape:
             return self(moving, fixed), self(fixed, moving)
         check_pair(moving, fixed)
         images = torch.cat([moving, fixed])
         check_finite(images, "the pair")
-        transform = self.register(images, exchange_halves(images), swapped=True)
-        return transform[: len(moving)], transform[len(moving) :]
+        try:
+            transform = self.register(images, exchange_halves(images), swapped=True)
+            return transform[: len(moving)], transform[len(moving) :]
+        except torch.cuda.OutOfMemoryError:
+            if self.training:  # the statistics of half a batch are others
+                raise
+        _say_once("the GPU has too little memory for both directions at once: one after the other, more slowly")
+        return self.register(moving, fixed), self.register(fixed, moving)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def exchange_halves(batch: Tensor) -> Tensor:
