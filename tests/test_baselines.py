@@ -74,7 +74,9 @@ def test_a_failure_is_recorded_and_told_again(pair: Pair, tmp_path: Path) -> Non
         (text,) = score(pair, method).failures
         assert "ZeroDivisionError: it fell over" in text
     assert calls == ["one"]
-    assert json.loads((tmp_path / "kept" / "one" / "report.json").read_text())["failure"].endswith("it fell over")
+    assert json.loads((tmp_path / "kept" / "one" / "report.json").read_text(encoding="utf-8"))["failure"].endswith(
+        "it fell over"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS))

@@ -89,9 +89,12 @@ def test_register_writes_a_folder_that_other_tools_understand(place: Path, tmp_p
     code, err = run(*pair(place, out, *segs))
     assert code == 0
     assert "after" in err
-    assert sorted(os.listdir(out)) == sorted([*FILES, LABELS])
+    assert sorted(os.listdir(out)) == sorted([*FILES, LABELS, "report.html"])
+    assert "label 1</th><td>" in (out / "report.html").read_text(encoding="utf-8")
     assert os.listdir(out.parent) == ["out"]
-    report = json.loads((out / "report.json").read_text())
+    assert run(*pair(place, tmp_path / "bare", "--no-html"))[0] == 0
+    assert sorted(os.listdir(tmp_path / "bare")) == sorted(FILES)
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["metrics"]["dice_after"] == 1 > report["metrics"]["dice_before"] > 0
     assert report["dice"]["after"] == {"1": 1.0}
     entry = report["inputs"]["fixed"]

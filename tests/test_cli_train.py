@@ -63,7 +63,7 @@ def whole(scans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def entries(run: Path) -> list[dict[str, Any]]:
     """The log without the time."""
     kept = ("stage", "step", "losses", "skipped", "folds", "validation")
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run / "log.jsonl").read_text(encoding="utf-8").splitlines())
     return [{key: entry[key] for key in kept if key in entry} for entry in lines]
 
 
@@ -106,7 +106,7 @@ def test_a_run_leaves_a_model_that_registers(whole: Path, scans: Path) -> None:
 
 
 def test_a_run_leaves_its_log(whole: Path) -> None:
-    config = json.loads((whole / "config.json").read_text())
+    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
     assert config["settings"]["size"] == "tiny"
     assert config["grid"] == [24, 20]
     assert config["data"]["training"] == {"images": 4}
@@ -171,7 +171,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: 
     process = start(arguments)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if log.exists() and log.read_text().count('"losses"') >= 9:  # past a checkpoint, before the next
+        if (
+            log.exists() and log.read_text(encoding="utf-8").count('"losses"') >= 9
+        ):  # past a checkpoint, before the next
             break
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -179,8 +181,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: 
     assert process.returncode == -signal.SIGKILL
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
     assert (0, 0) < (state["stage"], state["step"]) < (2, 0)
-    assert main(arguments) == 0
-    assert main(command(scans / "scans.csv", tmp_path / "unbroken", *longer)) == 0
+    for words in (arguments, command(scans / "scans.csv", tmp_path / "unbroken", *longer)):
+        again = start(words)  # in processes of their own, with as many threads as the first
+        again.communicate()
+        assert again.returncode == 0
     assert entries(tmp_path / "run") == entries(tmp_path / "unbroken")
     assert len(entries(tmp_path / "run")) == 32 + 1 + 3
     assert same_weights(tmp_path / "run", tmp_path / "unbroken")
@@ -222,7 +226,7 @@ def test_another_run_in_the_folder_is_refused(
     assert "holds a run with other images" in fails(command(others / "scans.csv", run), capsys)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
     assert main(command(table, run, "--rate", "0.01", "--overwrite", "--no-tensorboard", "--quiet")) == 0
-    assert json.loads((run / "config.json").read_text())["settings"]["rate"] == 0.01
+    assert json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]["rate"] == 0.01
     assert len(entries(run)) == len(entries(whole))
 
 

@@ -97,6 +97,6 @@ def test_experiment_script_and_its_committed_results() -> None:
     assert script["solve_1d"]().error.max() < 0.01
     error, moved = script["solve_2d"](side=32)
     assert error[4:-4, 4:-4].max() < 0.2 < 4 < moved.max()  # voxels
-    results = json.loads((EXPERIMENT / "results.json").read_text())
+    results = json.loads((EXPERIMENT / "results.json").read_text(encoding="utf-8"))
     assert results["1d"]["max_error"] < 0.01
     assert results["2d"]["max_error_voxels"] < 1

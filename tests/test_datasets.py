@@ -72,7 +72,7 @@ def test_a_csv_file_of_images(scans: Path) -> None:
 def test_a_csv_file_of_pairs(scans: Path, mark: str) -> None:
     rows = ["fixed,moving,fixed_seg,moving_seg", "s0.nii.gz,s1.nii.gz,,", "s2.nii.gz,s0.nii.gz,,", ""]
     path = table(scans / "a.csv", *(row.replace(",", mark) for row in rows))
-    path.write_text("\ufeff" + path.read_text())  # as Excel writes it
+    path.write_text("\ufeff" + path.read_text(encoding="utf-8"))  # as Excel writes it
     training, validation = manifest.read(path, fraction=0)
     assert validation is None
     assert [case.image.name for case in training.cases] == ["s1.nii.gz", "s0.nii.gz", "s2.nii.gz"]  # each once

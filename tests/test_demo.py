@@ -66,7 +66,7 @@ def test_the_command(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     command = ["demo", "--out", str(out), "--size", "24", "--seed", "3", "--model", str(model_file), "--quick"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    report = json.loads((out / "demo.json").read_text())
+    report = json.loads((out / "demo.json").read_text(encoding="utf-8"))
     assert sorted(os.listdir(out)) == ["demo.json", "pair", "shifted"]
     for name in ("pair", "shifted"):
         assert sorted(os.listdir(out / name)) == sorted({*FILES, *PICTURES, "report.html"})
@@ -98,12 +98,12 @@ def test_what_is_there_is_kept(model_file: Path, tmp_path: Path, capsys: pytest.
     assert main(command) == 1
     assert "already holds demo.json; choose another folder, or allow overwriting" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["demo.json"]
-    assert (tmp_path / "demo.json").read_text() == "mine"
+    assert (tmp_path / "demo.json").read_text(encoding="utf-8") == "mine"
     assert main([*command, "--overwrite"]) == 0
-    report = json.loads((tmp_path / "demo.json").read_text())
+    report = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert report["size"] == 16
     # Without --quick the fields are optimised.
-    assert json.loads((tmp_path / "pair" / "report.json").read_text())["io_over"] == "fields"
+    assert json.loads((tmp_path / "pair" / "report.json").read_text(encoding="utf-8"))["io_over"] == "fields"
     assert report["pair"]["after"] != report["pair"]["before"]
 
 

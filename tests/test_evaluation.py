@@ -273,7 +273,7 @@ def test_what_is_wrong_is_said_in_one_line_and_the_rest_goes_on(
     assert len(lines) == 1
     assert ("b_to_a" if what == "twice" else "c_to_a") in lines[0]
     assert "1 of 2 failed" in printed.err.splitlines()[-1]
-    scores = json.loads((folder / "out" / "scores.json").read_text())["scores"]
+    scores = json.loads((folder / "out" / "scores.json").read_text(encoding="utf-8"))["scores"]
     assert scores[0]["dice"] == 1
     assert scores[0]["failures"] == []
     assert len(scores[1]["failures"]) == 1
@@ -295,7 +295,7 @@ def test_methods_are_compared_on_the_same_pairs(folder: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "true − before, Dice: +" in printed
     assert "better on 2 of 2 pairs" in printed
-    found = json.loads((out / "scores.json").read_text())
+    found = json.loads((out / "scores.json").read_text(encoding="utf-8"))
     assert found["methods"]["true"]["dice"] == 1
     assert {row["figure"] for row in found["comparisons"]} == {"dice", "tre_mm"}
     with open(out / "scores.csv") as file:
@@ -322,12 +322,14 @@ def test_a_model_registers_and_its_saved_results_give_the_same_figures(
     assert main([*common, "--method", f"kept={kept}", "-o", str(again)]) == 0
     assert main(["evaluate", str(kept), "-o", str(folder / "alone")]) == 0
     capsys.readouterr()
-    one, two = (json.loads((folder / name / "scores.json").read_text())["scores"] for name in ("one", "again"))
+    one, two = (
+        json.loads((folder / name / "scores.json").read_text(encoding="utf-8"))["scores"] for name in ("one", "again")
+    )
     for before, after in zip(one, two, strict=True):
         assert before["dice_per_label"] == after["dice_per_label"]
         for key in ("tre_mm", "inverse_consistency_mm"):
             assert before[key] == pytest.approx(after[key], abs=1e-4)
-    (alone, _) = json.loads((folder / "alone" / "scores.json").read_text())["scores"]
+    (alone, _) = json.loads((folder / "alone" / "scores.json").read_text(encoding="utf-8"))["scores"]
     assert alone["dice"] is None
     assert alone["folds_percent"] == pytest.approx(one[0]["folds_percent"])
 

@@ -189,7 +189,7 @@ def test_carl_explain(model_file: Path, scans: tuple[Path, Path], capsys: pytest
     assert "spread of" in capsys.readouterr().out
     pictures = {"point.png", "masks.png", "certainty.png", "probe.png"}
     assert {path.name for path in out.iterdir()} == {*pictures, "mask.nii.gz", "certainty.nii.gz", "report.json"}
-    report = json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     seen = explain(fixed=fixed, moving=moving, model=model_file, device="cpu")
     centre, spread = seen.match(read(out / "mask.nii.gz"))
     assert np.allclose(report["match_mm"], centre, atol=1e-2)

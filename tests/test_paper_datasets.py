@@ -72,7 +72,7 @@ def test_abdomen_from_the_command_line(abdomen: Path, tmp_path: Path, capsys: py
     words = ["evaluate", "--dataset", "abdomen1k", "--data", str(abdomen), "--method", "before=identity"]
     assert main([*words, "-o", str(tmp_path / "out")]) == 0
     assert "pancreas" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out" / "scores.json").read_text())
+    found = json.loads((tmp_path / "out" / "scores.json").read_text(encoding="utf-8"))
     assert len(found["scores"]) == 30
     assert main(["evaluate", "--dataset", "abdomen1k", "--data", str(tmp_path), "--method", "a=identity"]) == 1
     assert "lacks AbdomenCT-1K-ImagePart1/Case_00800_0000.nii.gz and 87 more of 88 files" in capsys.readouterr().err

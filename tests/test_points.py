@@ -42,7 +42,7 @@ def test_slicers_lists_say_their_space(tmp_path: Path, system: str) -> None:
     points = read_points(tmp_path / "a.fcsv")
     assert np.array_equal(points.positions, EXPECTED)
     write_points(points, points.positions + SHIFT, tmp_path / "b.fcsv")
-    text = (tmp_path / "b.fcsv").read_text()
+    text = (tmp_path / "b.fcsv").read_text(encoding="utf-8")
     assert f"# CoordinateSystem = {system}" in text
     assert 'F-1,"a, b",' in text
     assert np.allclose(read_points(tmp_path / "b.fcsv").positions, EXPECTED + SHIFT)
@@ -54,7 +54,7 @@ def test_slicers_markups(tmp_path: Path, space: str) -> None:
     points = read_points(tmp_path / "a.mrk.json")
     assert np.array_equal(points.positions, EXPECTED)
     write_points(points, EXPECTED * 2, tmp_path / "b.mrk.json")
-    content = json.loads((tmp_path / "b.mrk.json").read_text())
+    content = json.loads((tmp_path / "b.mrk.json").read_text(encoding="utf-8"))
     assert content["markups"][0]["display"] == {"opacity": 1}
     sign = -1 if space == "RAS" else 1
     assert content["markups"][0]["controlPoints"][0]["position"] == [sign * 20, sign * -40, 61]

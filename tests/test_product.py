@@ -85,7 +85,7 @@ def test_the_same_voxels_under_another_header(pair: tuple[Image, Image], model_f
     transform = sitk.ReadTransform(str(folder / "transform.h5"))
     for point in points[:10]:
         assert np.allclose(transform.TransformPoint(point.tolist()), result.transform(point), atol=1e-4)
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["inputs"]["fixed"]["shape"] == [28, 30, 26]
     assert report["metrics"]["folds_percent"] == 0
 
@@ -346,7 +346,7 @@ def test_landmarks_are_scored(pair: tuple[Image, Image], model_file: Path) -> No
 
 def resident() -> float:
     """Megabytes of memory held by this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")

@@ -107,7 +107,7 @@ def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
     path = report.write(
         registration(shift, warnings=("the match is doubtful",)), tmp_path / "report.html", dice={"liver": (0.1, 0.875)}
     )
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
     assert not re.findall(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|WebSocket", text)
     assert "default-src 'none'" in text

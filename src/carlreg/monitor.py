@@ -85,7 +85,7 @@ def plot_curves(folder: Path, measure: str | None) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     lengths: dict[int, int] = {}
     for entry in entries:
         lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,13 +69,19 @@ class Registration:
     dice: dict[str, dict[int, float]] = field(default_factory=dict)
     """"before" and "after": the Dice overlap of each label, where both images had labels."""
 
-    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        extra: Mapping[str, str] | None = None,
+    ) -> Path:
         """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5`, `warp.nii.gz` and `report.json`, and
-        `warped_seg.nii.gz` where there were labels.
+        `warped_seg.nii.gz` where there were labels. `extra` are further texts, by the names of their files.
 
         All appear or none: they are written to a temporary folder first. Folders made for them go if they fail.
         """
-        target = check_folder(folder, overwrite=overwrite)
+        target = check_folder(folder, overwrite=overwrite, also=extra or ())
         made = [one for one in target.parents if not one.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         new, moved = not target.exists(), list[Path]()
@@ -87,6 +93,8 @@ class Registration:
             itk.write_warp(self.transform, self.fixed, waiting / "warp.nii.gz")
             if self.labels is not None:
                 images.write(self.labels, waiting / LABELS)
+            for name, text in (extra or {}).items():
+                write_atomically(waiting / name, text.encode())
             write_atomically(waiting / "report.json", (json.dumps(self.report(), indent=2) + "\n").encode())
             if new:
                 waiting.chmod(0o755)
@@ -119,12 +127,12 @@ class Registration:
         }
 
 
-def check_folder(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def check_folder(folder: str | os.PathLike[str], *, overwrite: bool = False, also: Iterable[str] = ()) -> Path:
     """The folder as a path, if a registration may be saved there: it can be made or written to, and it holds none."""
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; expected a folder for the results: choose another name")
-    taken = [name for name in (*FILES, LABELS) if (target / name).exists()]
+    taken = [name for name in (*FILES, LABELS, *also) if (target / name).exists()]
     if taken and not overwrite:
         raise FileExistsError(f"{target} already holds {taken[0]}; choose another folder, or allow overwriting")
     above = next(one for one in (target, *target.absolute().parents) if one.exists())

@@ -382,7 +382,7 @@ def _check_folder(folder: Path, config: dict[str, Any], overwrite: bool) -> bool
     if not found:
         return False
     try:
-        old = json.loads((folder / "config.json").read_text())
+        old = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         is_run = old["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         is_run = False

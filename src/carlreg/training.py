@@ -353,7 +353,7 @@ class _Files:
 
     def log(self, entry: dict[str, Any]) -> None:
         if self.team.leads:
-            with self._or_stop("log.jsonl") as path, path.open("a") as log:
+            with self._or_stop("log.jsonl") as path, path.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(entry) + "\n")
 
     def best(self, model: RegistrationAlgorithm) -> None:
@@ -376,7 +376,7 @@ class _Files:
         """Drop from the log what will be done again, and a line that was cut off."""
         path = self.folder / "log.jsonl"
         if self.team.leads and path.exists():
-            lines = path.read_text().splitlines(keepends=True)
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and _place(line) <= (stage, step)]
             write_atomically(path, "".join(kept).encode())
 

@@ -85,6 +85,7 @@ def _iterations(text: str) -> int | None:
 
 
 Some = Path | None
+PAGE = "report.html"
 
 
 def register(
@@ -132,6 +133,7 @@ def register(
     moving_seg: Annotated[Some, typer.Option(help="Labels of the moving image: warped, and scored.")] = None,
     fixed_landmarks: Annotated[Some, typer.Option(help="Points of the fixed image: scored, not used.")] = None,
     moving_landmarks: Annotated[Some, typer.Option(help="The same points in the moving image.")] = None,
+    html: Annotated[bool, typer.Option(help="Write report.html, a page to look at the result.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
     seed: Annotated[int, typer.Option(help="The same seed gives the same result.")] = 0,
     overwrite: Overwrite = False,
@@ -140,7 +142,7 @@ def register(
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
 
-    The folder gets warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz and report.json, and
+    The folder gets warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json, report.html, and
     warped_seg.nii.gz if the moving image has labels.
     """
     set_loudness(quiet, verbose)
@@ -173,7 +175,7 @@ def register(
             raise typer.BadParameter(f"{given[0]} was given with --pairs; expected it in the table of pairs")
         if out is None:
             raise typer.BadParameter("--pairs was given without --out; expected a folder for the pairs' folders")
-        return _many(pairs, out, model, options, overwrite, quiet)
+        return _many(pairs, out, model, options, overwrite, quiet, html)
     if fixed is None or moving is None:
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of them")
     if out is None and transform_out is None and warped_moving_out is None:
@@ -193,7 +195,7 @@ def register(
         check_new(transform_out, overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
     if warped_moving_out is not None:
         check_new(warped_moving_out, overwrite, IMAGES)
-    _one(pair, out, transform_out, warped_moving_out, model, options, overwrite, quiet)
+    _one(pair, out, transform_out, warped_moving_out, model, options, overwrite, quiet, html)
     return 0
 
 
@@ -206,14 +208,15 @@ def _one(
     options: dict[str, Any],
     overwrite: bool,
     quiet: bool,
+    html: bool,
 ) -> dict[str, float]:
     """Register and save a pair; its metrics."""
-    from carlreg import images, itk
+    from carlreg import images, itk, report
     from carlreg.product import check_folder
     from carlreg.product import register as register_pair
 
     if out is not None:
-        check_folder(out, overwrite=overwrite)
+        check_folder(out, overwrite=overwrite, also=(PAGE,) if html else ())
     with working("reading", quiet) as progress:
         steps = options["io_iterations"] or (50 if options["over"] == "weights" else 40)
         result = register_pair(
@@ -225,7 +228,7 @@ def _one(
         )
         progress.say("writing")
         if out is not None:
-            result.save(out, overwrite=overwrite)
+            result.save(out, overwrite=overwrite, extra={PAGE: report.page(result)} if html else None)
         if transform_out is not None:
             itk.write(result.transform, transform_out, overwrite=overwrite)
         if warped_out is not None:
@@ -251,7 +254,7 @@ def _summary(metrics: dict[str, float]) -> str:
 # ---- many pairs -----------------------------------------------------------------------------------------------------
 
 
-def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool) -> int:
+def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool, html: bool) -> int:
     """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
     rows = list(_read_pairs(table))  # all of them, before anything heavy begins
     from carlreg.models import write_atomically
@@ -267,7 +270,7 @@ def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite
             if not overwrite and _is_done(out / name, pair):
                 line["status"] = "was done"
             else:
-                line |= _one(pair, out / name, None, None, loaded, options, overwrite, quiet)
+                line |= _one(pair, out / name, None, None, loaded, options, overwrite, quiet, html)
         except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             line |= {"status": "failed", "error": text}

@@ -53,7 +53,7 @@ def write(
     """Write the report as one HTML file.
 
     `certainty` is an image in the fixed image's world, higher where the match is surer. `dice` gives the overlap of
-    each structure before and after.
+    each structure before and after, by name; without it, labels go by their numbers.
 
     >>> write(register(fixed="a.nii.gz", moving="b.nii.gz"), "report.html")
     """
@@ -82,7 +82,7 @@ def page(
         "style": style,
         "warnings": _warnings(registration.warnings),
         "figures": _table(_figures(registration), ("", "")),
-        "dice": _dice(dice or {}),
+        "dice": _dice(_overlaps(registration) if dice is None else dice),
         "losses": _curves(registration.losses),
         "inputs": _inputs(inputs),
         "settings": _table(_settings(registration.settings), ("", "")),
@@ -93,6 +93,12 @@ def page(
     # Split once, so that nothing inside a value can be taken for a place to fill.
     pieces = frame.split("{{")
     return pieces[0] + "".join(filled[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))
+
+
+def _overlaps(registration: Registration) -> dict[str, tuple[float, float]]:
+    """Dice of each label before and after, where both images had labels."""
+    before, after = (registration.dice.get(when, {}) for when in ("before", "after"))
+    return {f"label {label}": (before.get(label, math.nan), score) for label, score in after.items()}
 
 
 # ---- what the page draws --------------------------------------------------------------------------------------------
