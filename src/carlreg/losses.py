@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from carlreg import kernels
 from carlreg._checks import check_image, check_same_shape
-from carlreg.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
+from carlreg.grids import Outside, along_axes, constant, interpolate, voxel_points, voxel_size
 from carlreg.transforms import Composition, DisplacementField, Transform
 
 Regularity = Literal["gradicon", "diffusion"]
@@ -170,6 +171,23 @@ def diffusion(displacement: Tensor) -> Tensor:
         if side > 1:
             total = total + ((side - 1) * displacement.diff(dim=axis)).square().mean()
     return total
+
+
+def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
+    """How far det ∇φ falls below a small positive `margin`, on average over the cells of a dense displacement
+    (B, D, *shape) in unit coordinates: 0 where nothing folds, and a slope back where something does."""
+    dim = displacement.dim() - 2
+    inside = (slice(None), slice(None), *(slice(n - 1) for n in displacement.shape[2:]))
+    slopes = []  # ∂φ/∂xᵢ, (B, D, *cells), from the corner of each cell
+    for axis in range(dim):
+        difference = displacement.diff(dim=axis + 2) * (displacement.shape[axis + 2] - 1)
+        unit = constant(tuple(float(i == axis) for i in range(dim)), displacement.dtype, displacement.device)
+        slopes.append(difference[inside] + unit.reshape(1, dim, *(1,) * dim))
+    determinant = torch.zeros_like(slopes[0][:, 0])
+    for order in itertools.permutations(range(dim)):
+        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
+        determinant = determinant + sign * math.prod(slopes[i][:, order[i]] for i in range(dim))
+    return F.relu(margin - determinant).mean()
 
 
 def gradicon(

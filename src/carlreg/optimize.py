@@ -8,6 +8,7 @@ a GPU.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from carlreg._checks import check_finite, check_pair
 from carlreg.grids import Grid, Interpolation, interpolate, voxel_size
-from carlreg.losses import Loss, Similarity, as_field, gaussian_blur, registration_loss
+from carlreg.losses import Loss, Similarity, as_field, folds, gaussian_blur, registration_loss
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.transforms import DisplacementField, Transform
@@ -124,6 +125,7 @@ def optimize_fields(
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
     weight: float = 1.5,
+    fold_weight: float = 10.0,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     seed: int = 0,
@@ -131,6 +133,7 @@ def optimize_fields(
 ) -> Optimized:
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's answer.
 
+    A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`.
     Half of the `steps` go to the finest of the `levels`, the images' own grid; a quarter to a grid with half as many
     voxels a side, and so on. Changes of the fields are smoothed by a Gaussian of `smoothing` voxels, and Adam moves
     them by about `learning_rate` voxels a step. Returns the best iterate on the finest grid; `losses` are of that grid.
@@ -183,6 +186,9 @@ def optimize_fields(
                     fixed_mask=masks[1],
                     generator=generator,
                 )
+                if fold_weight:
+                    folded = folds(current[0]) + folds(current[1])
+                    loss = dataclasses.replace(loss, total=loss.total + fold_weight * folded)
                 values = loss.floats()
                 if not math.isfinite(values["total"]):
                     stopped = f"the loss became {values['total']} at step {done}"
