@@ -14,6 +14,7 @@ from carlreg import Affine, DisplacementField, Identity, diffusion, lncc, lncc2,
 from carlreg.grids import voxel_points
 from carlreg.losses import (
     SIMILARITIES,
+    folds,
     gaussian_blur,
     gradicon,
     gradicon_on_grid,
@@ -21,6 +22,7 @@ from carlreg.losses import (
     local_correlation,
     mind_ssc,
 )
+from carlreg.metrics import folding
 
 
 def test_lncc_against_a_direct_sum() -> None:
@@ -253,3 +255,34 @@ def test_bad_input_is_named() -> None:
         mind(texture(30), texture(30))
     with pytest.raises(ValueError, match=r"displacement has shape \(1, 3, 4, 4\)"):
         diffusion(torch.zeros(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_folds_against_the_determinant(dim: int) -> None:
+    """Of a linear map, det ∇φ is det A everywhere; of a smooth map that does not fold, the penalty is 0."""
+    torch.manual_seed(dim)
+    image = torch.zeros(1, 1, *(9, 7, 8)[:dim])
+    points = voxel_points(image)
+    for _ in range(5):
+        matrix = torch.randn(dim, dim)
+        displacement = (points @ matrix.mT - points).movedim(-1, 1)
+        expected = (0.1 - torch.linalg.det(matrix)).clamp(min=0)
+        assert folds(displacement) == pytest.approx(float(expected), abs=1e-4)
+    assert folds(0.05 * torch.sin(3 * points).movedim(-1, 1)) == 0
+
+
+def test_folds_lead_out_of_a_fold() -> None:
+    """A fold made by hand goes away along the slope of the penalty alone."""
+    torch.manual_seed(0)
+    field = torch.zeros(1, 2, 16, 16)
+    field[:, 0, 7] = 0.2  # one row is pushed past its neighbours
+    field.requires_grad_()
+    image = torch.zeros(1, 1, 16, 16)
+    assert folding(DisplacementField(field), image) > 0
+    optimizer = torch.optim.Adam([field], lr=0.003)
+    for _ in range(200):
+        optimizer.zero_grad()
+        folds(field).backward()
+        optimizer.step()
+    assert folds(field) < 1e-3
+    assert folding(DisplacementField(field), image) == 0
