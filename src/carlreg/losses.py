@@ -174,15 +174,19 @@ def diffusion(displacement: Tensor) -> Tensor:
 
 
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
-    """How far det ∇φ falls below a small positive `margin`, on average over the cells of a dense displacement
-    (B, D, *shape) in unit coordinates: 0 where nothing folds, and a slope back where something does."""
+    """How far det ∇φ falls below a small positive `margin`, on average over the voxels of a dense displacement
+    (B, D, *shape) in unit coordinates, but the outermost ones: 0 where nothing folds, with a slope back where something
+    does. By central differences, as `metrics.folding` counts them."""
     dim = displacement.dim() - 2
-    inside = (slice(None), slice(None), *(slice(n - 1) for n in displacement.shape[2:]))
-    slopes = []  # ∂φ/∂xᵢ, (B, D, *cells), from the corner of each cell
+    if min(displacement.shape[2:]) < 3:
+        return displacement.new_zeros(())  # too few voxels to tell
+    slopes = []  # ∂φ/∂xᵢ, (B, D, *(shape − 2))
     for axis in range(dim):
-        difference = displacement.diff(dim=axis + 2) * (displacement.shape[axis + 2] - 1)
+        ahead, behind = ([slice(None)] * 2 + [slice(1, -1)] * dim for _ in range(2))
+        ahead[2 + axis], behind[2 + axis] = slice(2, None), slice(None, -2)
+        slope = (displacement[tuple(ahead)] - displacement[tuple(behind)]) * ((displacement.shape[2 + axis] - 1) / 2)
         unit = constant(tuple(float(i == axis) for i in range(dim)), displacement.dtype, displacement.device)
-        slopes.append(difference[inside] + unit.reshape(1, dim, *(1,) * dim))
+        slopes.append(slope + unit.reshape(1, dim, *(1,) * dim))
     determinant = torch.zeros_like(slopes[0][:, 0])
     for order in itertools.permutations(range(dim)):
         sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
