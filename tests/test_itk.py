@@ -679,3 +679,14 @@ def test_learn2reg_files_round_trip(tmp_path: Path) -> None:
         read_learn2reg(path, pair()[1])
     with pytest.raises(TransformError, match="3-D and in NIfTI"):
         write_learn2reg(bent, fixed, fixed, tmp_path / "disp.mha")
+
+
+@pytest.mark.parametrize(("lowest", "expected"), [(-1024, -1024), (0, 0), (7, 0)])
+def test_beyond_the_image_there_is_air(lowest: int, expected: int) -> None:
+    """What no voxel says: 0, but the lowest value of an image that has negative ones, as a CT."""
+    data = np.arange(4 * 4 * 4, dtype=np.int16).reshape(4, 4, 4) + lowest
+    image = from_array(data)
+    shifted = apply(lambda points: points + 2.0, image, image)
+    assert (shifted.data == expected).any()
+    assert shifted.data[0, 0, 0] == data[2, 2, 2]
+    assert (apply(lambda points: points + 2.0, image, image, outside=5).data == 5).any()

@@ -26,7 +26,11 @@ from carlreg.optimize import optimize_fields
 from carlreg.transforms import Transform, warp
 
 SETTINGS: list[dict[str, float]] = [
-    {"weight": weight, "smoothing": smoothing} for smoothing in (2.0, 3.0) for weight in (1.5, 3.0, 6.0)
+    {"fold_weight": 0.0},
+    {"fold_weight": 20.0},
+    {"fold_weight": 20.0, "weight": 1.0},
+    {"fold_weight": 20.0, "weight": 3.0},
+    {"fold_weight": 20.0, "smoothing": 1.5},
 ]
 
 

@@ -355,12 +355,13 @@ def apply(
     image: Image,
     like: Image,
     interpolation: Interpolation = "linear",
-    outside: float = 0,
+    outside: float | None = None,
 ) -> Image:
     """The moving image on the voxels of `like`, an image in the fixed image's world: image ∘ T, in its own type.
 
     Integers are rounded to the nearest. Voxels whose T(x) lies more than half a voxel beyond the outermost voxel
-    centres become `outside`. Use "nearest" for labels.
+    centres become `outside`: without it 0, or the image's lowest value if that is negative, which is air in a CT.
+    Use "nearest" for labels.
 
     >>> warped = apply(T, moving, like=fixed)
     """
@@ -368,6 +369,8 @@ def apply(
         raise ValueError(f"unknown interpolation {interpolation!r}; expected 'linear' or 'nearest'")
     result = np.empty(like.shape, image.data.dtype)
     whole = result.dtype.kind in "iu"
+    if outside is None:
+        outside = min(0, image.data.min().item())
     if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
         raise ValueError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
     world_to_index, sides = invert_matrix(image.affine), np.array(image.shape)

@@ -125,7 +125,7 @@ def optimize_fields(
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
     weight: float = 1.5,
-    fold_weight: float = 10.0,
+    fold_weight: float = 20.0,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     seed: int = 0,

@@ -37,7 +37,10 @@ def warp(
     ] = False,
     labels: Annotated[bool, typer.Option("--labels", help="It is a label map: take the nearest voxel.")] = False,
     interpolation: Annotated[Interpolation, typer.Option(help="Between voxels.")] = Interpolation.linear,
-    outside: Annotated[float, typer.Option(help="The value where the image does not reach.")] = 0,
+    outside: Annotated[
+        float | None,
+        typer.Option(help="The value where the image does not reach; else 0, or the lowest if negative, as in a CT."),
+    ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
