@@ -45,7 +45,7 @@ def table(result: dict[str, Any]) -> str:
         cells = [f"{trained} → {tested}", f"{mean(result['unregistered'][tested]):.3f}"]
         for network in NETWORKS:
             runs = scores(result, network, trained, tested)
-            cells.append(f"{mean(runs):.3f} ({', '.join(f'{score:.3f}' for score in runs)})")
+            cells.append(f"{mean(runs):.3f} ({', '.join(f'{score:.3f}' for score in runs)})" if runs else "not run yet")
         lines.append("| " + " | ".join(cells) + " |")
     failed = [score for score in scores(result, "CARL", "Shift", "Shift") if score < FAILED]
     lines += ["", f"CARL on Shift: {len(failed)} of {len(scores(result, 'CARL', 'Shift', 'Shift'))} runs failed."]
@@ -58,6 +58,8 @@ def violins(result: dict[str, Any], folder: Path) -> None:
     for n, (trained, tested) in enumerate(COLUMNS):
         for m, network in enumerate(NETWORKS):
             runs = [r for r in result["runs"] if r["network"] == network and r["trained on"] == trained]
+            if not runs:
+                continue
             place = n + (m - 1) * 0.28
             parts = axis.violinplot([score for r in runs for score in r["dice"][tested]], [place], widths=0.26)
             for body in parts["bodies"]:
@@ -150,12 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    result, look = (json.loads((folder / name).read_text()) for name in ("runs.json", "look.json"))
-    (folder / "table.md").write_text(table(result))
+    result = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
+    (folder / "table.md").write_text(table(result), encoding="utf-8")
     print(table(result))
     violins(result, folder)
-    equivariance(look, folder)
-    capture(look, folder)
+    if (folder / "look.json").exists():
+        look = json.loads((folder / "look.json").read_text(encoding="utf-8"))
+        equivariance(look, folder)
+        capture(look, folder)
     if (folder / "look.npz").exists():
         with np.load(folder / "look.npz") as arrays:
             attention(arrays, folder)
