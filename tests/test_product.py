@@ -218,7 +218,7 @@ def unlike() -> tuple[Image, Image]:
 
 
 def answer(fixed: Image, moving: Image, model: LoadedModel, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    result = register(fixed=fixed, moving=moving, model=model, io_iterations=0)
+    result = register(fixed=fixed, moving=moving, model=model, io_iterations=0, allow_identity=False)
     there = result.transform(points)
     return there, result.inverse(there)
 
@@ -255,7 +255,7 @@ def test_however_the_images_are_stored_the_answer_is_one(
 
 def test_points_and_images_agree_in_direction(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
     fixed, moving = unlike
-    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0)
+    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0, allow_identity=False)
     index = np.random.default_rng(1).integers(2, 16, (300, 3))
     there = result.transform(map_points(fixed.affine, index))
     nearest = np.rint(map_points(np.linalg.inv(moving.affine), there))
@@ -269,7 +269,7 @@ def test_points_and_images_agree_in_direction(moving_network: LoadedModel, unlik
 
 def test_the_reported_inverse_error_is_true(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
     fixed, moving = unlike
-    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0)
+    result = register(fixed=fixed, moving=moving, model=moving_network, io_iterations=0, allow_identity=False)
     index = np.stack(np.meshgrid(*(np.arange(n) for n in moving.shape), indexing="ij"), axis=-1)
     y = map_points(moving.affine, index)
     x = result.inverse(y)
@@ -286,6 +286,7 @@ def test_a_rigid_answer_is_rigid_and_an_affine_one_is_not(unlike: tuple[Image, I
     network = randomize(carl(3, 2, width=8, **SMALL), image, image.flip(2), move=0.7)
     fixed, moving = unlike
     options = {"fixed": fixed, "moving": moving, "model": LoadedModel(network, (20, 20, 20), {"name": "random"})}
+    options["allow_identity"] = False
     for fit_to in ("network", "attention"):
         rigid = register(**options, transform="rigid", fit_to=fit_to)
         affine = register(**options, transform="affine", fit_to=fit_to)
@@ -405,7 +406,8 @@ def test_without_room_for_the_weights_the_fields_are_optimised(
     monkeypatch.setattr("carlreg.product.instance_optimize", no_room)
     fixed, moving = pair
     model = LoadedModel(carl(3, 2, **SMALL), (16, 16, 16), {"name": "small"})
-    result = register(fixed=fixed, moving=moving, model=model, over="weights", io_iterations=2, device="cpu")
+    options = {"over": "weights", "io_iterations": 2, "device": "cpu", "allow_identity": False}
+    result = register(fixed=fixed, moving=moving, model=model, **options)
     assert result.settings["io_over"] == "fields"
     assert len(result.losses) == 2
     assert "the fields are optimised instead" in caplog.text
@@ -417,6 +419,7 @@ def test_without_room_for_the_network_the_cpu_does_its_work(
     fixed, moving = pair
     model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
     options = {"fixed": fixed, "moving": moving, "model": model, "io_iterations": 0, "device": "cpu"}
+    options["allow_identity"] = False
     expected = register(**options)
     once = iter([no_room])
     both = RegistrationAlgorithm.both
@@ -428,3 +431,16 @@ def test_without_room_for_the_network_the_cpu_does_its_work(
 def randomize_small() -> RegistrationAlgorithm:
     moving, fixed = torch.rand(2, 1, 1, 16, 16, 16)
     return randomize(carl(3, 2, **SMALL), moving, fixed, move=1.0).eval()
+
+
+def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None:
+    """Whatever the network thinks of them; and it is said that the network's answer was worse."""
+    image, _ = unlike
+    model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
+    points = map_points(image.affine, np.random.default_rng(0).uniform(0, 20, (50, 3)))
+    for steps in (0, 4):
+        result = register(fixed=image, moving=image, model=model, io_iterations=steps, device="cpu")
+        assert np.abs(result.transform(points) - points).max() < 0.1 * min(image.spacing)
+        assert "match better as they are" in result.warnings[0]
+    given = register(fixed=image, moving=image, model=model, io_iterations=0, device="cpu", allow_identity=False)
+    assert np.abs(given.transform(points) - points).max() > 0.5 * min(image.spacing)

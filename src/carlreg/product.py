@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,14 +28,14 @@ import carlreg
 from carlreg import images, itk
 from carlreg.grids import interpolate, voxel_points
 from carlreg.images import Image, Matrix, map_points
-from carlreg.losses import Loss, Similarity, find_similarity
+from carlreg.losses import Loss, Similarity, find_similarity, registration_loss
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import DEFAULT, WEIGHTS, available, load, read_metadata, write_atomically
 from carlreg.optimize import Optimized, instance_optimize, optimize_fields
 from carlreg.points import read_points
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm, coordinate_matches
-from carlreg.transforms import Transform, fit_affine, fit_rigid, fit_robustly
+from carlreg.transforms import Identity, Transform, fit_affine, fit_rigid, fit_robustly
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +161,7 @@ def register(
     fixed_landmarks: Any = None,
     moving_landmarks: Any = None,
     fit_to: FitTo = "network",
+    allow_identity: bool = True,
     device: str | torch.device = "auto",
     seed: int = 0,
     callback: Callable[[int, Loss], None] | None = None,
@@ -171,7 +172,9 @@ def register(
     `model` is a name of the package's models, the path of a model file, or a model. After the network's answer,
     `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
     where there is a GPU), or over the displacement fields (40 by default, elsewhere); 0 leaves them out. Masks say
-    where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation.
+    where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation. Where the images, laid onto
+    one another box by box, match better than by the network's answer, that is what the optimisation starts from, unless
+    `allow_identity` is False.
 
     "rigid" and "affine" are closed-form robust least squares, in millimetres, to the network's dense answer where the
     fixed image is not background; with `fit_to="attention"` to the matches of its coordinate attention alone, weighted
@@ -245,6 +248,7 @@ def register(
     by_attention = transform != "deformable" and fit_to == "attention"
     metrics: dict[str, float] = {}
     optimized: Optimized | None = None
+    notes: list[str] = []
     if by_attention:
         say("coordinate attention")
         world = _fit_to_attention(network, m, f, transform)
@@ -253,10 +257,15 @@ def register(
     else:
         say("network")
         forward, backward = _answer(network, m, f)
+        options: dict[str, Any] = {"similarity": io_sim, "weight": regularity}
+        none = Identity()
+        if allow_identity and _loss(none, none, m, f, **options) < _loss(forward, backward, m, f, **options):
+            forward, backward, chosen = none, none, "fields"
+            notes.append("the images, laid onto one another, match better as they are than by the network's answer")
         clock.lap("network")
         if steps:
             say("optimisation")
-            options = {"similarity": io_sim, "weight": regularity, "seed": seed, "callback": callback}
+            options |= {"seed": seed, "callback": callback}
             optimized, chosen = _optimize(network, (forward, backward), m, f, over=chosen, steps=steps, **options)
             forward, backward = optimized.transform, optimized.inverse
             clock.lap("optimisation")
@@ -339,7 +348,7 @@ def register(
         metrics,
         settings,
         [] if optimized is None else optimized.losses,
-        _warnings(metrics, optimized),
+        _warnings(metrics, optimized, notes),
         labels,
         scores,
     )
@@ -524,6 +533,14 @@ def _both(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> tupl
     return _finite(forward), _finite(backward)
 
 
+def _loss(forward: Transform, backward: Transform, m: Prepared, f: Prepared, **options: Any) -> float:
+    options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
+    generator = torch.Generator(f.tensor.device).manual_seed(0)
+    with torch.no_grad():
+        loss = registration_loss(forward, backward, m.tensor, f.tensor, generator=generator, **options)
+    return float(loss.total)
+
+
 def _optimize(
     network: RegistrationAlgorithm,
     answer: tuple[Transform, Transform],
@@ -593,8 +610,8 @@ def _to_cpu(transform: Transform) -> Transform:
 # ---- what is told ---------------------------------------------------------------------------------------------------
 
 
-def _warnings(metrics: dict[str, float], optimized: Optimized | None) -> tuple[str, ...]:
-    found = []
+def _warnings(metrics: dict[str, float], optimized: Optimized | None, notes: Sequence[str]) -> tuple[str, ...]:
+    found = list(notes)
     if metrics.get("folds_percent", 0) > 1:
         found.append(f"{metrics['folds_percent']:.1f} % of the fixed image is folded: the match is doubtful there")
     if metrics.get("dice_after", 1) < metrics.get("dice_before", 0):

@@ -127,6 +127,12 @@ def register(
         FitTo,
         typer.Option(help="Fit rigid and affine maps to the whole network's answer, or to its attention alone."),
     ] = FitTo.network,
+    allow_identity: Annotated[
+        bool,
+        typer.Option(
+            help="Start from the two boxes laid onto one another where they match better than by the network."
+        ),
+    ] = True,
     fixed_mask: Annotated[Some, typer.Option(help="Where the fixed image counts, on its own grid.")] = None,
     moving_mask: Annotated[Some, typer.Option(help="Where the moving image counts, on its own grid.")] = None,
     fixed_seg: Annotated[Some, typer.Option(help="Labels of the fixed image: scored, not used.")] = None,
@@ -153,6 +159,7 @@ def register(
         "over": over.value,
         "regularity": regularity,
         "fit_to": fit_to.value,
+        "allow_identity": allow_identity,
         "device": device,
         "seed": seed,
     }
