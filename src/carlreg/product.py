@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from carlreg.transforms import Identity, Transform, fit_affine, fit_rigid, fit_r
 logger = logging.getLogger(__name__)
 
 Over = Literal["auto", "weights", "fields"]
+Way = Literal["weights", "fields"]
 Kind = Literal["deformable", "affine", "rigid"]
 FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
@@ -192,22 +193,10 @@ def register(
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
     """
-    for name, value, known in (
-        ("over", over, ("auto", "weights", "fields")),
-        ("transform", transform, ("deformable", "affine", "rigid")),
-        ("fit_to", fit_to, ("network", "attention")),
-    ):
-        if value not in known:
-            raise ValueError(f"unknown {name}={value!r}; expected {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
-    if io_iterations is not None and io_iterations < 0:
-        raise ValueError(f"io_iterations is {io_iterations}; expected 0 or more")
-    if not (math.isfinite(regularity) and regularity >= 0):
-        raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
+    _check_choices(over=over, transform=transform, fit_to=fit_to, io_iterations=io_iterations, regularity=regularity)
+    find_similarity(io_sim)
     if fixed_seg is not None and moving_seg is None:
         raise ValueError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
-    if io_iterations and transform != "deformable" and fit_to == "attention":
-        raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
-    find_similarity(io_sim)
 
     def say(text: str) -> None:
         logger.info("%s", text)
@@ -218,97 +207,6 @@ def register(
     place = choose_device(device)
 
     say("reading")
-    loaded = load_model(model, place)
-    network = loaded.network
-    inputs = {"fixed": as_image(fixed, "fixed"), "moving": as_image(moving, "moving")}
-    dim = inputs["fixed"].dim
-    if dim != inputs["moving"].dim:
-        raise ValueError(f"the fixed image is {dim}-D and the moving one {inputs['moving'].dim}-D; expected the same")
-    masks = {
-        side: None if mask is None else as_image(mask, f"{side} mask")
-        for side, mask in (("fixed", fixed_mask), ("moving", moving_mask))
-    }
-    segs = {
-        side: None if seg is None else images.as_labels(as_image(seg, f"{side} labels"))
-        for side, seg in (("fixed", fixed_seg), ("moving", moving_seg))
-    }
-    for side, seg in segs.items():
-        if seg is not None and seg.dim != dim:
-            raise ValueError(f"the {side} labels are {seg.dim}-D but the images {dim}-D; expected the same")
-    landmarks = _landmarks(fixed_landmarks, moving_landmarks, dim)
-    initial = None if initial_transform is None else _as_transform(initial_transform, dim)
-    seen = {"fixed": (inputs["fixed"], masks["fixed"]), "moving": _pulled(inputs, masks["moving"], initial)}
-    prepared = {side: prepare(image, mask, loaded.grid, place) for side, (image, mask) in seen.items()}
-    f, m = prepared["fixed"], prepared["moving"]
-    clock.lap("reading")
-
-    chosen: Literal["weights", "fields"] = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
-    usual = {"weights": 50, "fields": 40}[chosen] if transform == "deformable" else 0
-    steps = usual if io_iterations is None else io_iterations
-    by_attention = transform != "deformable" and fit_to == "attention"
-    metrics: dict[str, float] = {}
-    optimized: Optimized | None = None
-    notes: list[str] = []
-    if by_attention:
-        say("coordinate attention")
-        world = _fit_to_attention(network, m, f, transform)
-        steps = 0
-        clock.lap("network")
-    else:
-        say("network")
-        forward, backward = _answer(network, m, f)
-        options: dict[str, Any] = {"similarity": io_sim, "weight": regularity}
-        none = Identity()
-        if allow_identity and _loss(none, none, m, f, **options) < _loss(forward, backward, m, f, **options):
-            forward, backward, chosen = none, none, "fields"
-            notes.append("the images, laid onto one another, match better as they are than by the network's answer")
-        clock.lap("network")
-        if steps:
-            say("optimisation")
-            options |= {"seed": seed, "callback": callback}
-            optimized, chosen = _optimize(network, (forward, backward), m, f, over=chosen, steps=steps, **options)
-            forward, backward = optimized.transform, optimized.inverse
-            clock.lap("optimisation")
-        say("world space")
-        forward, backward = _to_cpu(forward), _to_cpu(backward)
-        like_f, like_m = f.tensor.cpu(), m.tensor.cpu()
-        extent = [
-            s * (n - 1) / (g - 1) for s, n, g in zip(m.image.spacing, m.image.shape, like_m.shape[2:], strict=True)
-        ]
-        metrics["inverse_consistency_mm"] = float(inverse_consistency(forward, backward, like_m, spacing=extent).mean())
-        if transform == "deformable":
-            metrics["folds_percent"] = folding(forward, like_f)
-            world = itk.to_world(forward, f.image, m.image, grid=inputs["fixed"])
-        else:
-            world = _fit_to_network(forward, m, f, transform)
-
-    say("world space")
-    if initial is not None:
-        world = itk.compose(initial, world, inputs["fixed"])
-    if world.is_linear:
-        inverse = itk.WorldTransform.linear(np.linalg.inv(world.affine))
-        metrics["inverse_error_mm"] = metrics["inverse_error_max_mm"] = 0.0
-    else:
-        inverse, residual = itk.invert(world, inputs["moving"])
-        missed = residual[np.isfinite(residual)]
-        metrics["inverse_error_mm"] = float(missed.mean()) if missed.size else math.nan
-        metrics["inverse_error_max_mm"] = float(missed.max()) if missed.size else math.nan
-    warped = itk.apply(world, inputs["moving"], inputs["fixed"])
-    clock.lap("world_space")
-
-    labels, scores = None, {}
-    if segs["moving"] is not None:
-        say("labels")
-        labels = itk.apply(world, segs["moving"], inputs["fixed"], "nearest")
-    start = itk.WorldTransform.linear(np.eye(dim + 1)) if initial is None else initial
-    for when, map_ in (("before", start), ("after", world)):
-        if segs["moving"] is not None and segs["fixed"] is not None:
-            scores[when] = _dice(itk.apply(map_, segs["moving"], segs["fixed"], "nearest"), segs["fixed"])
-            metrics[f"dice_{when}"] = mean_score(scores[when])
-        if landmarks is not None:
-            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(map_(landmarks[0]) - landmarks[1], axis=-1).mean())
-    clock.lap("scores")
-
     sources = {
         "fixed": fixed,
         "moving": moving,
@@ -320,41 +218,127 @@ def register(
         "moving_landmarks": moving_landmarks,
         "initial_transform": initial_transform,
     }
+    loaded = load_model(model, place)
+    case = _read(sources, loaded.grid, place)
+    clock.lap("reading")
+
+    chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
+    usual = {"weights": 50, "fields": 40}[chosen] if transform == "deformable" else 0
+    steps = usual if io_iterations is None else io_iterations
+    metrics: dict[str, float] = {}
+    if transform != "deformable" and fit_to == "attention":
+        say("coordinate attention")
+        solved = _Solved(_fit_to_attention(loaded.network, case.m, case.f, transform))
+        clock.lap("network")
+    else:
+        solved = _solve(
+            loaded.network,
+            case,
+            transform,
+            steps=steps,
+            over=chosen,
+            allow_identity=allow_identity,
+            loss={"similarity": io_sim, "weight": regularity},
+            options={"seed": seed, "callback": callback},
+            say=say,
+            clock=clock,
+        )
+        metrics |= solved.metrics
+
+    say("world space")
+    world = solved.world if case.initial is None else itk.compose(case.initial, solved.world, case.fixed)
+    if world.is_linear:
+        inverse = itk.WorldTransform.linear(np.linalg.inv(world.affine))
+        metrics["inverse_error_mm"] = metrics["inverse_error_max_mm"] = 0.0
+    else:
+        inverse, residual = itk.invert(world, case.moving)
+        missed = residual[np.isfinite(residual)]
+        metrics["inverse_error_mm"] = float(missed.mean()) if missed.size else math.nan
+        metrics["inverse_error_max_mm"] = float(missed.max()) if missed.size else math.nan
+    warped = itk.apply(world, case.moving, case.fixed)
+    clock.lap("world_space")
+
+    say("scores")
+    labels = None if case.moving_seg is None else itk.apply(world, case.moving_seg, case.fixed, "nearest")
+    scores = _score(case, world, metrics)
+    clock.lap("scores")
+
     settings = {
         "model": loaded.facts,
         "device": str(place),
         "transform": transform,
         "fit_to": None if transform == "deformable" else fit_to,
-        "io_iterations": steps,
-        "io_over": chosen if steps else None,
+        "io_iterations": 0 if solved.over is None else steps,
+        "io_over": solved.over,
         "io_sim": io_sim if isinstance(io_sim, str) else getattr(io_sim, "__name__", "a function"),
         "regularity": regularity,
+        "allow_identity": allow_identity,
         "seed": seed,
-        "grid": list(f.tensor.shape[2:]),
-        "inputs": {
-            name: _source(source) | (_describe(inputs[name], prepared[name].words) if name in inputs else {})
-            for name, source in sources.items()
-            if source is not None
-        },
+        "grid": list(case.f.tensor.shape[2:]),
+        "inputs": _describe_inputs(sources, case),
         "seconds": clock.seconds(),
         "peak_memory_gb": _peak_memory(place),
     }
+    warnings = _warnings(metrics, solved)
+    losses = [] if solved.optimized is None else solved.optimized.losses
     return Registration(
-        world,
-        inverse,
-        warped,
-        inputs["fixed"],
-        inputs["moving"],
-        metrics,
-        settings,
-        [] if optimized is None else optimized.losses,
-        _warnings(metrics, optimized, notes),
-        labels,
-        scores,
+        world, inverse, warped, case.fixed, case.moving, metrics, settings, losses, warnings, labels, scores
     )
 
 
+def _check_choices(*, over: str, transform: str, fit_to: str, io_iterations: int | None, regularity: float) -> None:
+    for name, value, known in (
+        ("over", over, ("auto", "weights", "fields")),
+        ("transform", transform, ("deformable", "affine", "rigid")),
+        ("fit_to", fit_to, ("network", "attention")),
+    ):
+        if value not in known:
+            raise ValueError(f"unknown {name}={value!r}; expected {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
+    if io_iterations is not None and io_iterations < 0:
+        raise ValueError(f"io_iterations is {io_iterations}; expected 0 or more")
+    if not (math.isfinite(regularity) and regularity >= 0):
+        raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
+    if io_iterations and transform != "deformable" and fit_to == "attention":
+        raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
+
+
 # ---- what comes in --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """A pair with all that came with it."""
+
+    fixed: Image
+    moving: Image
+    f: Prepared
+    m: Prepared
+    """The moving image as the network sees it: through the first guess, if there is one."""
+    fixed_seg: Image | None
+    moving_seg: Image | None
+    landmarks: tuple[Matrix, Matrix] | None
+    initial: itk.WorldTransform | itk.ItkTransform | None
+
+
+def _read(sources: Mapping[str, Any], grid: tuple[int, ...] | None, place: torch.device) -> _Case:
+    def image(name: str, what: str) -> Image | None:
+        return None if sources[name] is None else as_image(sources[name], what)
+
+    fixed, moving = (as_image(sources[side], side) for side in ("fixed", "moving"))
+    if fixed.dim != moving.dim:
+        raise ValueError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
+    fixed_mask, moving_mask = (image(f"{side}_mask", f"{side} mask") for side in ("fixed", "moving"))
+    segs = {side: image(f"{side}_seg", f"{side} labels") for side in ("fixed", "moving")}
+    labels = {side: None if seg is None else images.as_labels(seg) for side, seg in segs.items()}
+    for side, seg in labels.items():
+        if seg is not None and seg.dim != fixed.dim:
+            raise ValueError(f"the {side} labels are {seg.dim}-D but the images {fixed.dim}-D; expected the same")
+    landmarks = _landmarks(sources["fixed_landmarks"], sources["moving_landmarks"], fixed.dim)
+    guess = sources["initial_transform"]
+    initial = None if guess is None else _as_transform(guess, fixed.dim)
+    seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
+    f, m = prepare(fixed, fixed_mask, grid, place), prepare(seen, seen_mask, grid, place)
+    return _Case(fixed, moving, f, m, labels["fixed"], labels["moving"], landmarks, initial)
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,10 +368,9 @@ def prepare(image: Image, mask: Image | None, shape: tuple[int, ...] | None, dev
 
 
 def _pulled(
-    inputs: Mapping[str, Image], mask: Image | None, initial: itk.WorldTransform | itk.ItkTransform | None
+    fixed: Image, moving: Image, mask: Image | None, initial: itk.WorldTransform | itk.ItkTransform | None
 ) -> tuple[Image, Image | None]:
     """The moving image and its mask, seen through the first guess on the fixed image's grid."""
-    fixed, moving = inputs["fixed"], inputs["moving"]
     if mask is not None:
         images.inside(mask, moving)
     if initial is None:
@@ -507,6 +490,58 @@ def choose_device(device: str | torch.device) -> torch.device:
 # ---- the registration itself ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A map between the worlds of the fixed image and of the moving one as the network sees it."""
+
+    world: itk.WorldTransform
+    metrics: dict[str, float] = field(default_factory=dict)
+    optimized: Optimized | None = None
+    over: Way | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _solve(
+    network: RegistrationAlgorithm,
+    case: _Case,
+    transform: Kind,
+    *,
+    steps: int,
+    over: Way,
+    allow_identity: bool,
+    loss: dict[str, Any],
+    options: dict[str, Any],
+    say: Callable[[str], None],
+    clock: _Clock,
+) -> _Solved:
+    """The network's answer, optimised, and as a map of the world."""
+    m, f = case.m, case.f
+    say("network")
+    forward, backward = _answer(network, m, f)
+    notes, none = [], Identity()
+    if allow_identity and _loss(none, none, m, f, **loss) < _loss(forward, backward, m, f, **loss):
+        forward, backward, over = none, none, "fields"
+        notes.append("the images, laid onto one another, match better as they are than by the network's answer")
+    clock.lap("network")
+    optimized: Optimized | None = None
+    if steps:
+        say("optimisation")
+        optimized, over = _optimize(network, (forward, backward), m, f, over=over, steps=steps, **loss, **options)
+        forward, backward = optimized.transform, optimized.inverse
+        clock.lap("optimisation")
+    say("world space")
+    forward, backward = _to_cpu(forward), _to_cpu(backward)
+    like_f, like_m = f.tensor.cpu(), m.tensor.cpu()
+    spacing = [s * (n - 1) / (g - 1) for s, n, g in zip(m.image.spacing, m.image.shape, like_m.shape[2:], strict=True)]
+    metrics = {"inverse_consistency_mm": float(inverse_consistency(forward, backward, like_m, spacing=spacing).mean())}
+    if transform == "deformable":
+        metrics["folds_percent"] = folding(forward, like_f)
+        world = itk.to_world(forward, f.image, m.image, grid=case.fixed)
+    else:
+        world = _fit_to_network(forward, m, f, transform)
+    return _Solved(world, metrics, optimized, over if steps else None, tuple(notes))
+
+
 def _finite(phi: Transform) -> Transform:
     def check(tensor: Tensor) -> Tensor:
         if not bool(torch.isfinite(tensor).all()):
@@ -547,9 +582,9 @@ def _optimize(
     m: Prepared,
     f: Prepared,
     *,
-    over: Literal["weights", "fields"],
+    over: Way,
     **options: Any,
-) -> tuple[Optimized, Literal["weights", "fields"]]:
+) -> tuple[Optimized, Way]:
     """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights."""
     options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
     if over == "weights":
@@ -598,6 +633,21 @@ def _fit(points: Tensor, targets: Tensor, weights: Tensor, m: Prepared, f: Prepa
     return itk.WorldTransform.linear(matrix)
 
 
+def _score(case: _Case, world: itk.WorldTransform, metrics: dict[str, float]) -> dict[str, dict[int, float]]:
+    """Dice of each label "before" and "after", where both images have labels; means and landmark errors go into the
+    metrics."""
+    scores: dict[str, dict[int, float]] = {}
+    start = itk.WorldTransform.linear(np.eye(case.fixed.dim + 1)) if case.initial is None else case.initial
+    for when, map_ in (("before", start), ("after", world)):
+        if case.moving_seg is not None and case.fixed_seg is not None:
+            scores[when] = _dice(itk.apply(map_, case.moving_seg, case.fixed_seg, "nearest"), case.fixed_seg)
+            metrics[f"dice_{when}"] = mean_score(scores[when])
+        if case.landmarks is not None:
+            here, there = case.landmarks
+            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(map_(here) - there, axis=-1).mean())
+    return scores
+
+
 def _dice(warped: Image, fixed: Image) -> dict[int, float]:
     first, second = (torch.from_numpy(image.data.astype(np.int64))[None, None] for image in (warped, fixed))
     return dice(first, second)
@@ -610,14 +660,14 @@ def _to_cpu(transform: Transform) -> Transform:
 # ---- what is told ---------------------------------------------------------------------------------------------------
 
 
-def _warnings(metrics: dict[str, float], optimized: Optimized | None, notes: Sequence[str]) -> tuple[str, ...]:
-    found = list(notes)
+def _warnings(metrics: dict[str, float], solved: _Solved) -> tuple[str, ...]:
+    found = list(solved.notes)
     if metrics.get("folds_percent", 0) > 1:
         found.append(f"{metrics['folds_percent']:.1f} % of the fixed image is folded: the match is doubtful there")
     if metrics.get("dice_after", 1) < metrics.get("dice_before", 0):
         found.append("the labels overlap less after the registration than before it")
-    if optimized is not None and optimized.stopped is not None:
-        found.append(f"the optimisation ended early: {optimized.stopped}")
+    if solved.optimized is not None and solved.optimized.stopped is not None:
+        found.append(f"the optimisation ended early: {solved.optimized.stopped}")
     for text in found:
         logger.warning("%s", text)
     return tuple(found)
@@ -664,6 +714,13 @@ def _peak_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         peak["gpu"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
     return peak
+
+
+def _describe_inputs(sources: Mapping[str, Any], case: _Case) -> dict[str, Any]:
+    told = {name: _source(source) for name, source in sources.items() if source is not None}
+    told["fixed"] |= _describe(case.fixed, case.f.words)
+    told["moving"] |= _describe(case.moving, case.m.words)
+    return told
 
 
 def _describe(image: Image, words: str) -> dict[str, Any]:
