@@ -253,7 +253,7 @@ def test_pairs_share_a_model_and_do_not_stop_one_another(
     from carlreg import product
 
     loads = []
-    monkeypatch.setattr(product, "load", lambda *a, load=product.load, **k: loads.append(a) or load(*a, **k))
+    monkeypatch.setattr(inputs, "load", lambda *a, load=inputs.load, **k: loads.append(a) or load(*a, **k))
     table = place / "pairs.csv"
     table.write_text(
         "name,fixed,moving,fixed_seg,moving_seg\n"

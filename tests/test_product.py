@@ -26,8 +26,9 @@ from carlreg import (
     save,
 )
 from carlreg.images import Image, from_array, map_points
+from carlreg.inputs import LoadedModel, load_model
 from carlreg.losses import gaussian_blur
-from carlreg.product import FILES, LoadedModel, load_model
+from carlreg.product import FILES
 
 sitk = pytest.importorskip("SimpleITK")
 

@@ -59,7 +59,18 @@ _HOME = {
 }
 _MODULES = {
     *_HOME,
-    *("augmentation", "baselines", "datasets", "distributed", "evaluation", "explain", "grids", "images", "itk"),
+    *(
+        "augmentation",
+        "baselines",
+        "datasets",
+        "distributed",
+        "evaluation",
+        "explain",
+        "grids",
+        "images",
+        "inputs",
+        "itk",
+    ),
     *("metrics", "networks", "points", "report", "runs", "synthesis"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -19,9 +19,9 @@ from torch import Tensor
 from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.images import Image, Matrix, map_points, to_closest_ras
+from carlreg.inputs import as_image, choose_device, load_model, prepare
 from carlreg.itk import invert_matrix
 from carlreg.metrics import dice, mean_score
-from carlreg.product import as_image, choose_device, load_model, prepare
 from carlreg.registration import (
     Augmented,
     CoordinateAttention,

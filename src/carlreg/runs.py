@@ -24,6 +24,7 @@ from carlreg.augmentation import Augmentation
 from carlreg.datasets import cache, manifest
 from carlreg.datasets.pairs import TrainingPairs, Validation
 from carlreg.distributed import launch, processes
+from carlreg.inputs import choose_device
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
     DEFAULT,
@@ -40,7 +41,6 @@ from carlreg.models import (
 from carlreg.monitor import Board, is_installed, picture, plot_curves
 from carlreg.networks import Encoder, UNet
 from carlreg.precision import Precision
-from carlreg.product import choose_device
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.training import Progress, Stage, train
 

@@ -98,8 +98,8 @@ def _transform(path: Path) -> dict[str, Any]:
 
 def model_facts(path: Path) -> dict[str, Any]:
     """What a model file says of itself, its size and its checksum."""
+    from carlreg.inputs import sha256
     from carlreg.models import read_metadata
-    from carlreg.product import sha256
 
     about = read_metadata(path)
     hidden = ("architecture", "format")

@@ -26,7 +26,7 @@ def list_models() -> None:
 def show(name: Name = "default") -> None:
     """Say what a model's file says of it: its training, grid, licence, size and checksum."""
     from carlreg.cli.info import as_text, model_facts
-    from carlreg.product import find_model
+    from carlreg.inputs import find_model
 
     typer.echo(as_text(model_facts(find_model(name))))
 
@@ -34,8 +34,8 @@ def show(name: Name = "default") -> None:
 @models.command()
 def verify(name: Name = "default") -> None:
     """Check that a model's file is whole and, for one of the package, that it is the one that was shipped."""
+    from carlreg.inputs import find_model, sha256
     from carlreg.models import WEIGHTS, load
-    from carlreg.product import find_model, sha256
 
     path = find_model(name)
     found = sha256(path)

@@ -264,8 +264,8 @@ def _summary(metrics: dict[str, float]) -> str:
 def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool, html: bool) -> int:
     """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
     rows = list(_read_pairs(table))  # all of them, before anything heavy begins
+    from carlreg.inputs import load_model
     from carlreg.models import write_atomically
-    from carlreg.product import load_model
 
     loaded = load_model(model, options["device"])
     out.mkdir(parents=True, exist_ok=True)
@@ -330,7 +330,7 @@ def _stem(path: Path) -> str:
 
 def _is_done(folder: Path, pair: Pair) -> bool:
     """Whether the folder holds this pair's registration; a registration of other files is an error."""
-    from carlreg.product import sha256
+    from carlreg.inputs import sha256
 
     if not (folder / REPORT).is_file():
         return False
