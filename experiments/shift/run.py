@@ -91,15 +91,17 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    figure, (plain, log) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for (name, curve), colour in zip(curves.items(), ("tab:blue", "tab:red", "#d99a00"), strict=True):
-        axes.semilogy(range(1, LARGEST + 1), curve[1:], "o-", ms=4, color=colour, label=name)
-    axes.set(xlabel="shift of the moving image, voxels", ylabel="mean error of the answer, voxels")
-    axes.set(xticks=range(0, LARGEST + 1, 4), ylim=(1e-16, 1e3))
-    axes.grid(alpha=0.3)
-    figure.legend(frameon=False, loc="outside upper center", ncols=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        plain.plot(range(0, LARGEST + 1, 4), curve[::4], "o-", ms=5, color=colour, label=name)
+        log.semilogy(range(1, LARGEST + 1), curve[1:], "o-", ms=4, color=colour)
+    plain.set(title="Shifts by whole blocks", ylabel="mean error of the answer, voxels")
+    log.set(title="All shifts, on a logarithmic scale", ylim=(1e-16, 1e3))
+    for axes in (plain, log):
+        axes.set(xlabel="shift of the moving image, voxels", xticks=range(0, LARGEST + 1, 4))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*plain.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
