@@ -29,9 +29,12 @@ AS_THEY_ARE = {".png", ".svg", ".json", ".jsonl"}
 
 
 def main() -> None:
-    stage()
-    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=True)
-    wrong = list(broken(SITE))
+    try:
+        stage()
+    except ValueError as error:
+        sys.exit(f"{error}")
+    built = subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=False)
+    wrong = list(broken(SITE)) if built.returncode == 0 else ["the website was not built"]
     if wrong:
         sys.exit("\n".join(wrong))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.name}/, no broken link")
@@ -39,6 +42,7 @@ def main() -> None:
 
 def stage(root: Path = ROOT, out: Path = STAGED) -> None:
     """Copy the README, docs/*.md and every file that they lead to, under the same paths."""
+    root = root.resolve()
     shutil.rmtree(out, ignore_errors=True)
     todo = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     seen = set(todo)
