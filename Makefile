@@ -1,17 +1,21 @@
 # make test   creates .venv, installs carlreg with what its tests need, and runs them
 # make demo   in the same environment, registers two synthetic patients and says how well it went
+# make docs   the documentation as a website in site/, every link checked
 # make lint   ruff and mypy, in the same environment
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint format clean
+.PHONY: test demo docs lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 demo: $(READY)
 	$(VENV)/bin/carl demo --overwrite $(ARGS)
+
+docs: $(VENV)/.docs
+	$(VENV)/bin/python docs/build.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -27,5 +31,9 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VENV)/.docs: $(READY)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .mypy_cache .pytest_cache .ruff_cache

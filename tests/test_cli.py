@@ -250,7 +250,7 @@ def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, ru
 def test_pairs_share_a_model_and_do_not_stop_one_another(
     place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from carlreg import product
+    from carlreg import inputs
 
     loads = []
     monkeypatch.setattr(inputs, "load", lambda *a, load=inputs.load, **k: loads.append(a) or load(*a, **k))

@@ -1,19 +1,23 @@
 """The prose is held to the code: examples run, links lead somewhere, names exist, figures are those measured."""
 
+import ast
 import importlib
 import json
 import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 
+import carlreg
+
 ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "experiments").rglob("*.md"))]
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -127,6 +131,92 @@ def test_the_page_of_commands_is_current() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "commands.py"))["page"]()
     assert read("docs/commands.md") == written, "run python docs/commands.py"
     assert "| `--fixed, -f` |" in written
+
+
+# ---- the website ----------------------------------------------------------------------------------------------------
+
+SITE = runpy.run_path(str(ROOT / "docs" / "build.py"))
+
+
+def test_the_website_has_every_page_and_what_pages_link_to(tmp_path: Path) -> None:
+    SITE["stage"](ROOT, tmp_path)
+    nav = re.findall(r"^ +- .*: (\S+\.md)$", read("mkdocs.yml"), re.MULTILINE)
+    assert sorted(nav) == sorted([*map(name_of, GUIDES), "CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md"])
+    for name in nav:
+        assert (tmp_path / name).is_file(), f"mkdocs.yml names {name}, to which no page leads"
+    source = (tmp_path / "src/carlreg/attention/kernel.py.md").read_text(encoding="utf-8")
+    assert read("src/carlreg/attention/kernel.py") in source
+    assert "](../src/carlreg/attention/kernel.py.md)" in (tmp_path / "docs/paper.md").read_text(encoding="utf-8")
+    for page in (path for path in PAGES if (tmp_path / name_of(path)).exists()):
+        written = tmp_path / name_of(page)
+        for link in LINK.findall(without_code(written.read_text(encoding="utf-8"))):
+            if "://" not in link:
+                assert (written.parent / link.partition("#")[0]).exists(), f"{written} links to {link}"
+
+
+def test_a_link_that_the_website_could_not_follow_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for link in ("nowhere.md", "docs", "../outside.md"):
+        (tmp_path / "README.md").write_text(f"`[code](is.none)` and [text]({link})", encoding="utf-8")
+        with pytest.raises(ValueError, match=f"README.md links to {link}"):
+            SITE["stage"](tmp_path, tmp_path / "out")
+
+
+def test_broken_links_of_a_website_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.html").write_text('<h2 id="there">b</h2>', encoding="utf-8")
+    page = (
+        '<a href="b.html#{}">b</a><a href="https://example.org">elsewhere</a><img src="{}"><script src="{}"></script>'
+    )
+    (tmp_path / "a.html").write_text(page.format("there", "b.html", "b.html"), encoding="utf-8")
+    assert list(SITE["broken"](tmp_path)) == []
+    (tmp_path / "a.html").write_text(page.format("gone", "c.png", "https://example.org/x.js"), encoding="utf-8")
+    assert list(SITE["broken"](tmp_path)) == [
+        "a.html: b.html#gone has no such heading",
+        "a.html: c.png leads nowhere",
+        "a.html: https://example.org/x.js is loaded from elsewhere",
+    ]
+
+
+# ---- what is where, and whose it is ---------------------------------------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    """As the table of CONTRIBUTING.md names it: `grids`, or `attention/` for a package."""
+    first, *rest = path.relative_to(ROOT / "src" / "carlreg").parts
+    return f"{first}/" if rest else path.stem
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of carlreg that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "carlreg":
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("carlreg."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("carlreg."))
+
+
+def test_modules_import_only_from_those_above_them() -> None:
+    rows = table(read("CONTRIBUTING.md"), "| module | subject |")
+    order = {CODE.findall(row)[0]: n for n, row in enumerate(rows)}
+    files = [path for path in (ROOT / "src/carlreg").rglob("*.py") if path.name != "__main__.py"]
+    files.remove(ROOT / "src/carlreg/__init__.py")
+    assert set(order) == {module_of(path) for path in files}, "the table of modules in CONTRIBUTING.md"
+    for path in files:
+        for name in imported(path):
+            other = name if name in order else f"{name}/"
+            if other in order:
+                assert order[other] <= order[module_of(path)], f"{name_of(path)} imports {name}, which is below it"
+
+
+def test_the_citation_is_that_of_the_readme_and_this_version() -> None:
+    citation, readme = read("CITATION.cff"), read("README.md")
+    assert f"version: {carlreg.__version__}\n" in citation
+    families = re.findall(r"family-names: (\S+)", citation)
+    assert len(families) == 6
+    sentence = readme[readme.index("The method is the work of") :]
+    assert [sentence.index(name) for name in families] == sorted(sentence.index(name) for name in families)
 
 
 # ---- measured figures -----------------------------------------------------------------------------------------------
@@ -270,3 +360,53 @@ def test_the_model_card_says_what_the_files_say() -> None:
         figures += [f"{both[kind]['folds_percent']:.3f}" for kind in ("network", "fields")]
         figures += [f"{both[kind]['seconds']:.0f}" for kind in ("network", "fields")]
         assert f"| {name} | {' | '.join(map(str, figures))} |" in card, name
+
+
+def experiment(path: str) -> Any:
+    return json.loads(read(f"experiments/{path}"))
+
+
+def test_retina_on_the_walkthrough_is_what_the_runs_say() -> None:
+    result = experiment("retina/results/runs.json")
+    sets = ("Baseline", "Shift", "Scale Shift")
+    before = (f"{mean(result['unregistered'][name]):.3f}" for name in sets)
+    rows = [f"| unregistered | | {' | '.join(before)} |"]
+    for network in ("Ξ", "CARL"):
+        runs = [run for run in result["runs"] if run["network"] == network and run["trained on"] == "Baseline"]
+        scores = (f"{mean(mean(run['dice'][name]) for run in runs):.3f}" for name in sets)
+        rows.append(f"| {network} | {len(runs)} | {' | '.join(scores)} |")
+    header = "| trained on Baseline | runs | Baseline | Shift | Scale Shift |"
+    assert table(read("docs/walkthrough.md"), header) == rows
+    failed = [run for run in result["runs"] if run["network"] == "CARL" and mean(run["dice"][run["trained on"]]) < 0.5]
+    assert {run["trained on"] for run in failed} == {"Shift"}, "the walkthrough says that some runs fail on Shift"
+
+
+def test_shifts_are_what_was_measured() -> None:
+    errors = experiment("shift/results.json")["errors"]
+    rows = [f"| {name} | {' | '.join(f'{curve[n]:.2g}' for n in (4, 8, 16, 24))} |" for name, curve in errors.items()]
+    assert table(read("experiments/shift/README.md"), "| shift, voxels | 4 | 8 | 16 | 24 |") == rows
+    displacements, _, exact = errors.values()
+    sentence = f"{displacements[24]:.2g} voxels after a shift of 24; CARL's tree, next claim, is off by {exact[24]:.2g}"
+    assert sentence in read("docs/walkthrough.md")
+    assert max(exact[::4]) < 1e-12
+
+
+def test_other_figures_in_sentences_are_what_was_measured() -> None:
+    closed, landscape = experiment("closed_form/results.json")["1d"], experiment("landscape/results.json")
+    one = results("gpu")["forward"]["ours"]["ms"] / 1e3
+    fifty = results("gpu")["instance_optimisation_step"]["ours"]["ms"] / 20
+    seconds = {
+        kind: [round(entry[kind]["seconds"]) for entry in experiment("base/results/cpu.json")["sets"].values()]
+        for kind in ("network", "fields")
+    }
+    network, fields = (f"{min(seconds[kind])} to {max(seconds[kind])} s" for kind in seconds)
+    shares = {name: f"{100 * curve['share_towards_0']['0.2']:.0f} %" for name, curve in landscape["curves"].items()}
+    for page, sentence in (
+        ("docs/walkthrough.md", f"the mean error is {closed['mean_error']:.7f} of the image's length"),
+        ("docs/walkthrough.md", f"and the worst {closed['max_error']:.4f},"),
+        ("docs/walkthrough.md", f"from {shares['TwoStep{τ, Φ}']} with a briefly trained Φ behind τ"),
+        ("docs/walkthrough.md", f"and from {shares['τ']} without"),
+        ("README.md", f"takes {network} for a pair, both directions, and {fields} with optimisation"),
+        ("experiments/README.md", f"| {one:.3f} and {fifty:.0f}, on an H200"),
+    ):
+        assert sentence in read(page), f"{page} should say: {sentence}"
