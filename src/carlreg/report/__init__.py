@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -74,7 +75,7 @@ def page(
     part = resources.files(__package__)
     style, program, frame = ((part / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
     inputs = registration.settings.get("inputs", {})
-    title = " on ".join(_short(inputs.get(side, {}).get("name", side)) for side in ("moving", "fixed"))
+    title = " on ".join(_name(inputs.get(side, {}), side) for side in ("moving", "fixed"))
     # "<" must not occur in the data, or a name could end the script.
     data = json.dumps(_data(registration, certainty), separators=(",", ":")).replace("<", "\\u003c")
     filled = {
@@ -223,8 +224,9 @@ def _fortran(vectors: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
 # ---- what the page says ---------------------------------------------------------------------------------------------
 
 
-def _short(name: str) -> str:
-    return name.rsplit("/", 1)[-1] or name
+def _name(described: Mapping[str, Any], otherwise: str = "") -> str:
+    """The last part of a path: where files lie is nobody else's business, and reports are passed on."""
+    return re.split(r"[/\\]", str(described.get("path", "")).rstrip("/\\"))[-1] or otherwise
 
 
 def _number(value: Any) -> str:
@@ -253,23 +255,38 @@ def _figures(registration: Registration) -> list[tuple[str, str]]:
 def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for key, value in settings.items():
+        words = key.replace("io_", "optimisation: ").replace("_", " ").replace("memory gb", "memory, GiB")
+        if isinstance(value, Mapping):
+            text = ", ".join(f"{name} {_cell(name, inner)}" for name, inner in value.items() if inner is not None)
+            value = text.removeprefix("name ")
         if key != "inputs" and value is not None:
-            words = " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else _number(value)
-            rows.append((key.replace("io_", "optimisation: ").replace("_", " "), words))
+            rows.append((words, _cell(key, value)))
     return rows
 
 
 def _inputs(inputs: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
-    for key in dict.fromkeys(itertools.chain.from_iterable(side.keys() for side in inputs.values())):
-        cells = [side.get(key, "") for side in inputs.values()]
-        words = [
-            " × ".join(_number(v) for v in cell) if isinstance(cell, (list, tuple)) else str(cell) for cell in cells
-        ]
-        if key == "sha256":
-            words = [word[:12] + "…" for word in words]
-        rows.append((key.replace("_", " "), *words))
-    return _table(rows, ("", *inputs))
+    """The two images beside each other, then the names of what else was given."""
+    pair = {side: inputs[side] for side in ("fixed", "moving") if side in inputs}
+    keys = dict.fromkeys(itertools.chain.from_iterable(pair.values()))
+    rows = [
+        ("file", *(_name(described) for described in pair.values()))
+        if key == "path"
+        else (key.replace("_", " "), *(_cell(key, described.get(key, "")) for described in pair.values()))
+        for key in keys
+    ]
+    others = [
+        (words, *(_name(inputs.get(f"{side}_{key}", {})) for side in pair))
+        for key, words in (("seg", "labels"), ("mask", "mask"), ("landmarks", "landmarks"))
+        if any(f"{side}_{key}" in inputs for side in pair)
+    ]
+    first = [("first guess", _name(inputs["initial_transform"]), "")] if "initial_transform" in inputs else []
+    return _table([*rows, *others, *first], ("", *pair))
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.startswith("sha256"):
+        return f"{value[:12]}…"
+    return " × ".join(map(_number, value)) if isinstance(value, (list, tuple)) else _number(value)
 
 
 def _dice(dice: Mapping[str, tuple[float, float]]) -> str:
@@ -317,9 +334,9 @@ def _curves(losses: Sequence[Mapping[str, float]]) -> str:
         y = place(0, value).split(",")[1]
         marks.append(f"<line class=rule x1={left} x2={width - 8} y1={y} y2={y} />")
         marks.append(f"<text x={left - 6} y={y} text-anchor=end dominant-baseline=middle>{value:.3g}</text>")
-    for step in (0, len(losses) - 1):
+    for step, anchor in ((0, "middle"), (len(losses) - 1, "end")):
         x = place(step, low).split(",")[0]
-        marks.append(f"<text x={x} y={height - 8} text-anchor=middle>{step + 1}</text>")
+        marks.append(f"<text x={x} y={height - 8} text-anchor={anchor}>{step + 1}</text>")
     key = "".join(f'<span class="key c{i % 4}">{html.escape(name)}</span>' for i, name in enumerate(names))
     return (
         "<section><h2>Optimisation</h2>"
