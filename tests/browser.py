@@ -111,9 +111,9 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> None:
-        """Until an expression is true."""
+        """Until an expression is true; on a page that is still loading it may fail at first."""
         end = time.monotonic() + seconds
-        while not self.get(f"Boolean({condition})"):
+        while not self.get(f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"):
             if time.monotonic() > end:
                 raise TimeoutError(f"never true: {condition}; the page complains of {self.complaints}")
             time.sleep(0.05)
