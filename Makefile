@@ -1,17 +1,21 @@
 # make test   creates .venv, installs carlreg with what its tests need, and runs them
 # make demo   in the same environment, registers two synthetic patients and says how well it went
+# make viewer fetches NiiVue with npm for `carl view`, where the installation could not
 # make lint   ruff and mypy, in the same environment
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint format clean
+.PHONY: test demo viewer lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 demo: $(READY)
 	$(VENV)/bin/carl demo --overwrite $(ARGS)
+
+viewer:
+	$(PYTHON) src/carlreg/viewer/fetch.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -146,7 +146,7 @@ def test_noise_fits() -> None:
     overlay = len(str(volume_uri(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
     assert 3 * picture + 2 * overlay + 4 / 3 * 6 * report.LATTICE**3 < 7.5e6
     thin = Image(np.zeros((900, 800, 30), np.int16), affine(np.eye(3), (0.5, 0.5, 5.0), (900, 800, 30)))
-    assert np.prod(report._display_shape(thin, report.VOXELS)) <= report.VOXELS
+    assert np.prod(report.display_shape(thin, report.VOXELS)) <= report.VOXELS
 
 
 @needs_node
@@ -170,7 +170,7 @@ def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     result = drawn(report.write(pair, tmp_path / "r.html", certainty=pair.fixed), [0.4, 0.5, 0.6])
     # The axial picture against one made by hand.
     turned = to_closest_ras(pair.fixed)
-    shape = report._display_shape(turned, report.VOXELS)
+    shape = report.display_shape(turned, report.VOXELS)
     picture = result["panels"]["axial", "fixed"][..., 0]
     assert picture.shape == (shape[1], shape[0])
     level = round(result["point"][2] * (shape[2] - 1))
@@ -234,7 +234,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     pair = registration(bend, warnings=("the match is doubtful",))
     path = report.write(pair, tmp_path / "report.html", certainty=pair.fixed, dice={"liver": (0.1, 0.875)})
     turned = to_closest_ras(pair.fixed)
-    nx, ny, nz = report._display_shape(turned, report.VOXELS)
+    nx, ny, nz = report.display_shape(turned, report.VOXELS)
     with chromium() as page:
         page.open(path.as_uri())
         page.wait("document.body.dataset.ready")

@@ -32,8 +32,8 @@ from carlreg.report.encode import array_text, volume_uri
 VOXELS = 1_100_000
 """Of each volume in the page at most: three of them, as text, take less than 5 MB even if they are pure noise."""
 MAP_VOXELS = 300_000
-LATTICE = 36
-"""Points along each side at which the page knows the transform."""
+LATTICE = 56
+"""Points along each side, at most, at which the page knows the transform; between them it interpolates."""
 UNITS = 8192
 """Steps per unit coordinate in which it does: ±4 images fit into 16 bits."""
 DOUBLINGS = 2.0
@@ -109,7 +109,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
     fixed, moving, warped = (
         images.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
     )
-    shape, world_to_unit = _display_shape(fixed, VOXELS), moving.world_to_unit()
+    shape, world_to_unit = display_shape(fixed, VOXELS), moving.world_to_unit()
     points = _points(fixed, tuple(min(n, LATTICE) for n in shape))
     lattice = map_points(world_to_unit, registration.transform(points))
     steps = np.clip(np.rint(lattice * UNITS), -32768, 32767).astype(np.int16)
@@ -117,7 +117,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
         "planes": _planes(fixed.dim),
         "fixed": _picture(fixed, shape, registration.fixed),
         "warped": _picture(warped, shape, registration.moving),
-        "moving": _picture(moving, _display_shape(moving, VOXELS), registration.moving),
+        "moving": _picture(moving, display_shape(moving, VOXELS), registration.moving),
         "map": {"shape": _three(points.shape[:-1]), "units": UNITS, "values": array_text(_fortran(steps))},
         "jacobian": {**_jacobian(registration.transform, fixed), "doublings": DOUBLINGS},
     }
@@ -126,7 +126,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
     return data
 
 
-def _display_shape(image: Image, most: int) -> tuple[int, ...]:
+def display_shape(image: Image, most: int) -> tuple[int, ...]:
     """Sides of a grid over the image with voxels as nearly cubes as can be, no finer than its finest axis."""
     extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]
     step = max(min(image.spacing), (math.prod(extent) / most) ** (1 / image.dim))
@@ -165,7 +165,7 @@ def _picture(image: Image, shape: tuple[int, ...], source: Image) -> dict[str, A
 
 def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
     """det ∇T as levels: 0 where space is turned inside out, 1 to 255 for 2^−2 to 2^2 times the volume."""
-    shape = _display_shape(fixed, MAP_VOXELS)
+    shape = display_shape(fixed, MAP_VOXELS)
     points = _points(fixed, shape)
     moved = transform(points)
     columns, straight = ([np.gradient(field, axis=axis) for axis in range(fixed.dim)] for field in (moved, points))
@@ -177,7 +177,7 @@ def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
 
 def _certainty(certainty: Image, fixed: Image) -> dict[str, Any]:
     on_fixed = itk.apply(lambda points: points, Image(certainty.data.astype(np.float32), certainty.affine), fixed)
-    shape = _display_shape(fixed, MAP_VOXELS)
+    shape = display_shape(fixed, MAP_VOXELS)
     values = images.resize(torch.from_numpy(on_fixed.data)[None, None], shape)[0, 0].numpy()
     low, high = float(values.min()), float(values.max())
     levels = np.rint(255 * (values - low) / max(high - low, 1e-12)).astype(np.uint8)
