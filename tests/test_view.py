@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from carlreg import images, itk, report, viewer  # noqa: E402
 from carlreg.cli import main  # noqa: E402
 from carlreg.images import Image, from_sitk, map_points, to_closest_ras  # noqa: E402
 from carlreg.product import sha256  # noqa: E402
+from carlreg.viewer import fetch as fetching  # noqa: E402
 from carlreg.viewer import server as served  # noqa: E402
 from carlreg.viewer.fetch import SCRIPT  # noqa: E402
 from carlreg.viewer.scene import nifti  # noqa: E402
@@ -295,6 +299,54 @@ def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+# ---- the package ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_file_that_was_chosen_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for npm: its file is checked, and nothing is left of a wrong one."""
+    script, tool = tmp_path / "vendor" / "niivue.umd.js", tmp_path / "bin" / "npm"
+    monkeypatch.setattr(fetching, "SCRIPT", script)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    with pytest.raises(RuntimeError, match="there is no npm; install Node"):
+        fetching.fetch()
+    (tmp_path / "package" / "dist").mkdir(parents=True)
+    (tmp_path / "package" / "dist" / "niivue.umd.js").write_bytes(b"draw()")
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "package", "package")
+    tool.parent.mkdir()
+    # npm runs in the folder that the archive goes to
+    tool.write_text(f"#!/bin/sh\n/bin/cp '{tmp_path}/a.tgz' niivue.tgz\n", encoding="utf-8")
+    tool.chmod(0o755)
+    with pytest.raises(RuntimeError, match="its checksum differs"):
+        fetching.fetch()
+    assert not script.exists()
+    monkeypatch.setattr(fetching, "SHA256", hashlib.sha256(b"draw()").hexdigest())
+    assert fetching.fetch().read_bytes() == b"draw()"
+    assert os.listdir(script.parent) == [script.name]
+    tool.write_text("#!/bin/sh\necho 'no network' >&2; exit 1\n", encoding="utf-8")
+    assert fetching.fetch() == script  # it is there: npm is not asked
+    script.write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="no network; run `make viewer` where npm works"):
+        fetching.fetch()
+
+
+@needs_niivue
+def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    root = Path(__file__).parent.parent
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+    for part in ("viewer/vendor/niivue.umd.js", "viewer/page.js", "viewer/NIIVUE-LICENSE", "report/page.js"):
+        source = root / "src" / "carlreg" / part
+        assert sizes[f"carlreg/{part}"] == source.stat().st_size, part
+    assert sizes["carlreg/weights/carl-base.safetensors"] > 1e6
+    assert wheel.stat().st_size < 40e6
+    assert not [name for name in sizes if name.startswith(("tests/", "docs/"))]
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------

@@ -34,14 +34,16 @@ def fetch() -> Path:
             PACKAGE,
             "--silent",
             "--ignore-scripts",
-            "--fetch-retries=1",
+            "--fetch-retries=0",
             "--pack-destination",
             folder,
         ]
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=180)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=60)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{PACKAGE} was not fetched in 3 minutes; run `make viewer` where npm works") from None
+            raise RuntimeError(
+                f"{PACKAGE} was not fetched within a minute; run `make viewer` where npm works"
+            ) from None
         archives = list(Path(folder).glob("*.tgz"))
         if done.returncode or len(archives) != 1:
             reason = " ".join(done.stderr.split()) or "npm failed"
