@@ -6,7 +6,6 @@ It counts what a page asks for and what it complains about. Nothing has to be in
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import select
@@ -39,7 +38,7 @@ FLAGS = (
 )
 WEBGL = ("--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader")
 NO_WEBGL = ("--disable-3d-apis",)
-EXECUTABLE = next((path for name in NAMES if (path := shutil.which(name))), None)
+EXECUTABLE = None if os.name == "nt" else next((path for name in NAMES if (path := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium")
 
 
@@ -152,6 +151,8 @@ class Page:
 @contextmanager
 def chromium(*flags: str) -> Iterator[Page]:
     """A fresh Chromium, gone afterwards."""
+    import fcntl
+
     assert EXECUTABLE is not None
     (ours_in, theirs_out), (theirs_in, ours_out) = os.pipe(), os.pipe()
     # Chromium reads from 3 and writes to 4; neither may be overwritten while it is still to be copied.

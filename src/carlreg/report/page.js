@@ -250,8 +250,9 @@ async function start() {
     row.className = "panels";
     for (const which of ["fixed", "middle", "moving"]) {
       const figure = document.createElement("figure"), canvas = document.createElement("canvas");
-      const caption = document.createElement("figcaption");
-      figure.append(canvas, caption);
+      const caption = document.createElement("figcaption"), cross = document.createElement("span");
+      cross.className = "cross";
+      figure.append(canvas, cross, caption);
       plane.edges.forEach((letter, n) => {
         const mark = document.createElement("span");
         mark.className = `edge e${n}`;
@@ -264,29 +265,24 @@ async function start() {
         draw();
       };
       row.append(figure);
-      panels.push({ plane, which, canvas, caption, slider, place });
+      panels.push({ plane, which, canvas, cross, caption, slider, place });
     }
     section.append(row, label);
     byId("planes").append(section);
   }
 
-  function paint({ plane, which, canvas, caption, slider, place }) {
+  function paint({ plane, which, canvas, cross, caption, slider, place }) {
     const picture = render(data, plane, which === "middle" ? state.view : which, state);
     const volume = which === "moving" ? data.moving : data.fixed;
     const [sx, sy] = [volume.spacing[plane.axes[0]], volume.spacing[plane.axes[1]]];
     [canvas.width, canvas.height] = [picture.width, picture.height];
-    canvas.style.aspectRatio = `${picture.width * sx} / ${picture.height * sy}`;
-    const context = canvas.getContext("2d");
-    context.putImageData(new ImageData(picture.rgba, picture.width, picture.height), 0, 0);
+    const ratio = (picture.width * sx) / (picture.height * sy);
+    canvas.style.aspectRatio = ratio;
+    canvas.parentElement.style.maxWidth = `${85 * ratio}vh`;  // a whole body still fits the window
+    canvas.getContext("2d").putImageData(new ImageData(picture.rgba, picture.width, picture.height), 0, 0);
     const point = which === "moving" ? transform(data, state.point) : state.point;
     const [x, y] = onScreen(volume, plane, point);
-    context.strokeStyle = "rgba(255, 226, 138, 0.85)";
-    context.lineWidth = Math.max(1, picture.width / 300);
-    context.beginPath();
-    const px = x * picture.width, py = y * picture.height, arm = picture.width / 30;
-    context.moveTo(px - arm, py); context.lineTo(px + arm, py);
-    context.moveTo(px, py - arm); context.lineTo(px, py + arm);
-    context.stroke();
+    [cross.style.left, cross.style.top] = [`${100 * x}%`, `${100 * y}%`];
     caption.textContent = which === "middle" ? VIEWS[state.view] : which;
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${plane.name}: ${caption.textContent}`);
