@@ -237,9 +237,12 @@ def _figures(registration: Registration) -> list[tuple[str, str]]:
     known = {
         "folds_percent": ("folded", "% of the fixed image"),
         "inverse_consistency_mm": ("disagreement of the two directions", "mm on average"),
-        "seconds": ("time", "s"),
-        "network_seconds": ("of which reading and the network", "s"),
-        "optimisation_seconds": ("of which optimisation", "s"),
+        "inverse_error_mm": ("error of the written inverse", "mm on average"),
+        "inverse_error_max_mm": ("the same, at most", "mm"),
+        "dice_before": ("overlap before (Dice)", ""),
+        "dice_after": ("overlap after", ""),
+        "tre_before_mm": ("landmarks apart, before", "mm on average"),
+        "tre_after_mm": ("landmarks apart, after", "mm on average"),
     }
     rows = []
     for key, value in registration.metrics.items():
@@ -257,7 +260,9 @@ def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     for key, value in settings.items():
         words = key.replace("io_", "optimisation: ").replace("_", " ").replace("memory gb", "memory, GiB")
         if isinstance(value, Mapping):
-            text = ", ".join(f"{name} {_cell(name, inner)}" for name, inner in value.items() if inner is not None)
+            text = ", ".join(
+                f"{name.replace('_', ' ')} {_cell(name, inner)}" for name, inner in value.items() if inner is not None
+            )
             value = text.removeprefix("name ")
         if key != "inputs" and value is not None:
             rows.append((words, _cell(key, value)))

@@ -90,7 +90,7 @@ async function open(side) {
   figure.append(caption, frame);
   byId("panels").append(figure);
   const panel = panels[side] = new niivue.Niivue({
-    backColor: [0, 0, 0, 1], crosshairColor: [1, 0.89, 0.54, 0.9], crosshairGap: 4, crosshairWidth: 0.6, fontColor: [1, 0.89, 0.54, 1],
+    backColor: [0, 0, 0, 1], crosshairColor: [1, 0.89, 0.54, 0.9], crosshairGap: 4, crosshairWidth: 0.4, crosshairWidthUnit: "percent", fontColor: [1, 0.89, 0.54, 1],
     dragAndDropEnabled: false, isRadiologicalConvention: scene.dim === 3, sagittalNoseLeft: true,
     multiplanarLayout: 1, multiplanarShowRender: 0, multiplanarEqualSize: false, tileMargin: 4, logLevel: "error",
     isOrientationTextVisible: scene.dim === 3, showAllOrientationMarkers: true, sliceType: scene.dim === 3 ? 3 : 0,
