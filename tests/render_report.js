@@ -43,8 +43,8 @@ for (const plane of data.planes)
     panels.push({ plane: plane.name, which, width, height, rgba: Buffer.from(rgba).toString("base64") });
   }
 const moved = page.transform(data, state.point);
-const [x, y] = page.onScreen(data.planes[0], state.point);
+const [x, y] = page.onScreen(data.fixed, data.planes[0], state.point);
 process.stdout.write(JSON.stringify({
   point: state.point, moved, fixedWorld: page.world(data.fixed, state.point), movingWorld: page.world(data.moving, moved),
-  clicked: page.fromScreen(data.planes[0], state.point, x, y), panels,
+  clicked: page.fromScreen(data.fixed, data.planes[0], state.point, x, y), panels,
 }));

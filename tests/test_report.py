@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import Page, chromium, needs_browser
 
 from carlreg import itk, report
 from carlreg.images import Image, map_points, to_closest_ras
@@ -56,11 +57,11 @@ def registration(
         "model": "carl-base",
         "grid": [96] * dim,
         "inputs": {
-            side: {"name": f"folder/{name}", "shape": list(shape), "sha256": "0" * 64} for side in ("fixed", "moving")
+            side: {"path": f"folder/{name}", "shape": list(shape), "sha256": "0" * 64} for side in ("fixed", "moving")
         },
     }
     curve = [{"total": 1.0 / (k + 1), "similarity": 0.5, "regularity": 0.1 * k} for k in range(losses)]
-    metrics = {"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "seconds": 12.0}
+    metrics = {"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "inverse_error_mm": 0.01}
     warped = itk.apply(transform, moving, fixed)
     return Registration(transform, inverse, warped, fixed, moving, metrics, settings, curve, warnings)
 
@@ -127,9 +128,10 @@ def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
-    nasty = "</script><script>alert(1)</script>{{data}}.nii"
+    nasty = "<script>alert(1)<!--{{data}}.nii"
     text = report.page(registration(shift, name=nasty, warnings=("<img src=x>",)), dice={"<b>": (0, 1)})
-    assert "alert(1)</script>" not in text.replace("&lt;/script&gt;", "")
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<!--" not in text
     assert "<img" not in text
     assert "<b>" not in text
     assert text.count("<script") == 2
@@ -144,7 +146,7 @@ def test_noise_fits() -> None:
     overlay = len(str(volume_uri(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
     assert 3 * picture + 2 * overlay + 4 / 3 * 6 * report.LATTICE**3 < 7.5e6
     thin = Image(np.zeros((900, 800, 30), np.int16), affine(np.eye(3), (0.5, 0.5, 5.0), (900, 800, 30)))
-    assert np.prod(report._display_shape(thin, report.VOXELS)) <= report.VOXELS
+    assert np.prod(report.display_shape(thin, report.VOXELS)) <= report.VOXELS
 
 
 @needs_node
@@ -168,7 +170,7 @@ def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     result = drawn(report.write(pair, tmp_path / "r.html", certainty=pair.fixed), [0.4, 0.5, 0.6])
     # The axial picture against one made by hand.
     turned = to_closest_ras(pair.fixed)
-    shape = report._display_shape(turned, report.VOXELS)
+    shape = report.display_shape(turned, report.VOXELS)
     picture = result["panels"]["axial", "fixed"][..., 0]
     assert picture.shape == (shape[1], shape[0])
     level = round(result["point"][2] * (shape[2] - 1))
@@ -211,3 +213,82 @@ def test_two_dimensions(tmp_path: Path) -> None:
     assert row < picture.shape[0] / 2  # y downwards: the ball is at −12
     expected = pair.transform(np.array(result["fixedWorld"][:2]))
     assert np.abs(np.array(result["movingWorld"][:2]) - expected).max() < 0.1
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------
+
+
+def pixels(page: Page, canvas: int) -> str:
+    """What the canvas shows, as text."""
+    return page.get(f"document.querySelectorAll('.plane canvas')[{canvas}].toDataURL()")
+
+
+def bend(points: np.ndarray) -> np.ndarray:
+    return points + 5 * np.sin(points[..., ::-1] / 25) + np.array([4.0, -3.0, 6.0])
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    """The slider moves the slice, a click lands on the voxel under it, nothing is fetched, nothing goes wrong."""
+    pair = registration(bend, warnings=("the match is doubtful",))
+    path = report.write(pair, tmp_path / "report.html", certainty=pair.fixed, dice={"liver": (0.1, 0.875)})
+    turned = to_closest_ras(pair.fixed)
+    nx, ny, nz = report.display_shape(turned, report.VOXELS)
+    with chromium() as page:
+        page.open(path.as_uri())
+        page.wait("document.body.dataset.ready")
+        page.settle()
+        assert page.get("document.querySelectorAll('.plane canvas').length") == 9
+
+        before = [pixels(page, canvas) for canvas in range(3)]
+        assert len(set(before)) == 3
+        page.get("document.querySelector('.plane input').focus()")
+        for _ in range(4):
+            page.key("ArrowRight")
+        page.settle()
+        level = nz // 2 + 4  # half of nz − 1, rounded up
+        assert page.get("Number(document.querySelector('.plane input').value)") == level
+        assert all(pixels(page, canvas) != old for canvas, old in enumerate(before))
+
+        # Radiological, front at the top: column c of the axial picture is nx − 1 − c along the array, row r the like.
+        column, row = nx // 3, ny // 4
+        left, top, width, tall = page.box(".plane canvas")
+        page.click(left + (column + 0.5) * width / nx, top + (row + 0.5) * tall / ny)
+        page.settle()
+        words = page.get("document.getElementById('where').textContent")
+        shown = np.array([float(n) for n in re.findall(r"-?[0-9]+\.[0-9]", words)]).reshape(2, 3)
+        unit = [1 - column / (nx - 1), 1 - row / (ny - 1), level / (nz - 1)]
+        flip = np.array([-1, -1, 1])
+        here = map_points(turned.unit_to_world(), unit)
+        assert np.abs(shown[0] - here * flip).max() < 0.3  # the mouse knows whole pixels; a voxel is 2 mm
+        assert np.abs(shown[1] - pair.transform(shown[0] * flip) * flip).max() < 0.2  # two roundings
+
+        views = page.get("Array.from(document.getElementById('view').options, (o) => o.value)")
+        pictures = set()
+        for view in views:
+            page.get(f"((s) => {{ s.value = '{view}'; s.onchange({{target: s}}); }})(document.getElementById('view'))")
+            page.settle()
+            pictures.add(pixels(page, 1))
+        assert len(pictures) == len(views) == 7
+        assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
+        assert page.complaints == []
+
+        page.open(path.as_uri(), width=390, height=844, dark=True)
+        page.wait("document.body.dataset.ready")
+        assert page.get("document.documentElement.scrollWidth") == 390  # nothing sticks out on a phone
+        assert page.get("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_complaint_is_noticed(tmp_path: Path) -> None:
+    """What the test above relies on: errors and requests are seen."""
+    path = tmp_path / "bad.html"
+    path.write_text("<script>fetch('http://127.0.0.1:9/').catch(() => 0); nothing();</script>", encoding="utf-8")
+    with chromium() as page:
+        page.open(path.as_uri())
+        page.wait("document.readyState === 'complete'")
+        page.settle()
+        assert any("nothing is not defined" in words for words in page.complaints)
+        assert "http://127.0.0.1:9/" in page.requests

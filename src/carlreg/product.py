@@ -551,5 +551,5 @@ def _source(source: Any) -> dict[str, Any]:
     """Where an input came from: a file with its checksum, a folder, or memory."""
     if not isinstance(source, (str, os.PathLike)):
         return {"given_as": type(source).__name__}
-    path = Path(source)
+    path = Path(source).absolute()  # it is looked for again, perhaps from another folder
     return {"path": str(path)} | ({"sha256": sha256(path)} if path.is_file() else {})

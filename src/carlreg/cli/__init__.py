@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from carlreg import __version__
+from carlreg.cli._shared import Stopped
 from carlreg.cli.convert import convert
 from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
@@ -26,6 +27,7 @@ from carlreg.cli.jacobian import jacobian
 from carlreg.cli.models import models
 from carlreg.cli.register import register
 from carlreg.cli.train import train
+from carlreg.cli.view import view
 from carlreg.cli.warp import warp
 from carlreg.cli.warp_points import warp_points
 
@@ -49,6 +51,7 @@ app.command()(convert)
 app.command()(info)
 app.command()(evaluate)
 app.command()(explain)
+app.command()(view)
 app.command()(demo)
 app.add_typer(models, name="models")
 app.command("train")(train)
@@ -89,14 +92,6 @@ def _run(given: list[str]) -> int:
             raise
         return _fail(_words(error), RUNNING)
     return code if isinstance(code, int) else 0
-
-
-class Stopped(BaseException):
-    """Ctrl-C or SIGTERM: what is under way cleans up after itself. Not an Exception, so that nothing goes on."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.code = 128 + number
 
 
 @contextmanager

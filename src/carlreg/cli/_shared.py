@@ -49,6 +49,14 @@ class Interpolation(str, Enum):
     nearest = "nearest"
 
 
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM: what is under way cleans up after itself. Not an Exception, so that nothing goes on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+
+
 def set_loudness(quiet: bool, verbose: bool) -> None:
     """How much carlreg's loggers say, on stderr."""
     if quiet and verbose:

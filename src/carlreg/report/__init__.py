@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -31,8 +32,8 @@ from carlreg.report.encode import array_text, volume_uri
 VOXELS = 1_100_000
 """Of each volume in the page at most: three of them, as text, take less than 5 MB even if they are pure noise."""
 MAP_VOXELS = 300_000
-LATTICE = 36
-"""Points along each side at which the page knows the transform."""
+LATTICE = 56
+"""Points along each side, at most, at which the page knows the transform; between them it interpolates."""
 UNITS = 8192
 """Steps per unit coordinate in which it does: ±4 images fit into 16 bits."""
 DOUBLINGS = 2.0
@@ -74,7 +75,7 @@ def page(
     part = resources.files(__package__)
     style, program, frame = ((part / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
     inputs = registration.settings.get("inputs", {})
-    title = " on ".join(_short(inputs.get(side, {}).get("name", side)) for side in ("moving", "fixed"))
+    title = " on ".join(_name(inputs.get(side, {}), side) for side in ("moving", "fixed"))
     # "<" must not occur in the data, or a name could end the script.
     data = json.dumps(_data(registration, certainty), separators=(",", ":")).replace("<", "\\u003c")
     filled = {
@@ -108,7 +109,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
     fixed, moving, warped = (
         images.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
     )
-    shape, world_to_unit = _display_shape(fixed, VOXELS), moving.world_to_unit()
+    shape, world_to_unit = display_shape(fixed, VOXELS), moving.world_to_unit()
     points = _points(fixed, tuple(min(n, LATTICE) for n in shape))
     lattice = map_points(world_to_unit, registration.transform(points))
     steps = np.clip(np.rint(lattice * UNITS), -32768, 32767).astype(np.int16)
@@ -116,7 +117,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
         "planes": _planes(fixed.dim),
         "fixed": _picture(fixed, shape, registration.fixed),
         "warped": _picture(warped, shape, registration.moving),
-        "moving": _picture(moving, _display_shape(moving, VOXELS), registration.moving),
+        "moving": _picture(moving, display_shape(moving, VOXELS), registration.moving),
         "map": {"shape": _three(points.shape[:-1]), "units": UNITS, "values": array_text(_fortran(steps))},
         "jacobian": {**_jacobian(registration.transform, fixed), "doublings": DOUBLINGS},
     }
@@ -125,7 +126,7 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
     return data
 
 
-def _display_shape(image: Image, most: int) -> tuple[int, ...]:
+def display_shape(image: Image, most: int) -> tuple[int, ...]:
     """Sides of a grid over the image with voxels as nearly cubes as can be, no finer than its finest axis."""
     extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]
     step = max(min(image.spacing), (math.prod(extent) / most) ** (1 / image.dim))
@@ -164,7 +165,7 @@ def _picture(image: Image, shape: tuple[int, ...], source: Image) -> dict[str, A
 
 def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
     """det ∇T as levels: 0 where space is turned inside out, 1 to 255 for 2^−2 to 2^2 times the volume."""
-    shape = _display_shape(fixed, MAP_VOXELS)
+    shape = display_shape(fixed, MAP_VOXELS)
     points = _points(fixed, shape)
     moved = transform(points)
     columns, straight = ([np.gradient(field, axis=axis) for axis in range(fixed.dim)] for field in (moved, points))
@@ -176,7 +177,7 @@ def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
 
 def _certainty(certainty: Image, fixed: Image) -> dict[str, Any]:
     on_fixed = itk.apply(lambda points: points, Image(certainty.data.astype(np.float32), certainty.affine), fixed)
-    shape = _display_shape(fixed, MAP_VOXELS)
+    shape = display_shape(fixed, MAP_VOXELS)
     values = images.resize(torch.from_numpy(on_fixed.data)[None, None], shape)[0, 0].numpy()
     low, high = float(values.min()), float(values.max())
     levels = np.rint(255 * (values - low) / max(high - low, 1e-12)).astype(np.uint8)
@@ -223,8 +224,9 @@ def _fortran(vectors: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
 # ---- what the page says ---------------------------------------------------------------------------------------------
 
 
-def _short(name: str) -> str:
-    return name.rsplit("/", 1)[-1] or name
+def _name(described: Mapping[str, Any], otherwise: str = "") -> str:
+    """The last part of a path: where files lie is nobody else's business, and reports are passed on."""
+    return re.split(r"[/\\]", str(described.get("path", "")).rstrip("/\\"))[-1] or otherwise
 
 
 def _number(value: Any) -> str:
@@ -235,9 +237,12 @@ def _figures(registration: Registration) -> list[tuple[str, str]]:
     known = {
         "folds_percent": ("folded", "% of the fixed image"),
         "inverse_consistency_mm": ("disagreement of the two directions", "mm on average"),
-        "seconds": ("time", "s"),
-        "network_seconds": ("of which reading and the network", "s"),
-        "optimisation_seconds": ("of which optimisation", "s"),
+        "inverse_error_mm": ("error of the written inverse", "mm on average"),
+        "inverse_error_max_mm": ("the same, at most", "mm"),
+        "dice_before": ("overlap before (Dice)", ""),
+        "dice_after": ("overlap after", ""),
+        "tre_before_mm": ("landmarks apart, before", "mm on average"),
+        "tre_after_mm": ("landmarks apart, after", "mm on average"),
     }
     rows = []
     for key, value in registration.metrics.items():
@@ -253,23 +258,40 @@ def _figures(registration: Registration) -> list[tuple[str, str]]:
 def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for key, value in settings.items():
+        words = key.replace("io_", "optimisation: ").replace("_", " ").replace("memory gb", "memory, GiB")
+        if isinstance(value, Mapping):
+            text = ", ".join(
+                f"{name.replace('_', ' ')} {_cell(name, inner)}" for name, inner in value.items() if inner is not None
+            )
+            value = text.removeprefix("name ")
         if key != "inputs" and value is not None:
-            words = " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else _number(value)
-            rows.append((key.replace("io_", "optimisation: ").replace("_", " "), words))
+            rows.append((words, _cell(key, value)))
     return rows
 
 
 def _inputs(inputs: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
-    for key in dict.fromkeys(itertools.chain.from_iterable(side.keys() for side in inputs.values())):
-        cells = [side.get(key, "") for side in inputs.values()]
-        words = [
-            " × ".join(_number(v) for v in cell) if isinstance(cell, (list, tuple)) else str(cell) for cell in cells
-        ]
-        if key == "sha256":
-            words = [word[:12] + "…" for word in words]
-        rows.append((key.replace("_", " "), *words))
-    return _table(rows, ("", *inputs))
+    """The two images beside each other, then the names of what else was given."""
+    pair = {side: inputs[side] for side in ("fixed", "moving") if side in inputs}
+    keys = dict.fromkeys(itertools.chain.from_iterable(pair.values()))
+    rows = [
+        ("file", *(_name(described) for described in pair.values()))
+        if key == "path"
+        else (key.replace("_", " "), *(_cell(key, described.get(key, "")) for described in pair.values()))
+        for key in keys
+    ]
+    others = [
+        (words, *(_name(inputs.get(f"{side}_{key}", {})) for side in pair))
+        for key, words in (("seg", "labels"), ("mask", "mask"), ("landmarks", "landmarks"))
+        if any(f"{side}_{key}" in inputs for side in pair)
+    ]
+    first = [("first guess", _name(inputs["initial_transform"]), "")] if "initial_transform" in inputs else []
+    return _table([*rows, *others, *first], ("", *pair))
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.startswith("sha256"):
+        return f"{value[:12]}…"
+    return " × ".join(map(_number, value)) if isinstance(value, (list, tuple)) else _number(value)
 
 
 def _dice(dice: Mapping[str, tuple[float, float]]) -> str:
@@ -317,9 +339,9 @@ def _curves(losses: Sequence[Mapping[str, float]]) -> str:
         y = place(0, value).split(",")[1]
         marks.append(f"<line class=rule x1={left} x2={width - 8} y1={y} y2={y} />")
         marks.append(f"<text x={left - 6} y={y} text-anchor=end dominant-baseline=middle>{value:.3g}</text>")
-    for step in (0, len(losses) - 1):
+    for step, anchor in ((0, "middle"), (len(losses) - 1, "end")):
         x = place(step, low).split(",")[0]
-        marks.append(f"<text x={x} y={height - 8} text-anchor=middle>{step + 1}</text>")
+        marks.append(f"<text x={x} y={height - 8} text-anchor={anchor}>{step + 1}</text>")
     key = "".join(f'<span class="key c{i % 4}">{html.escape(name)}</span>' for i, name in enumerate(names))
     return (
         "<section><h2>Optimisation</h2>"

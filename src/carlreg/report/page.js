@@ -170,13 +170,21 @@ function gridLines(data, plane, lines = 16) {
   };
 }
 
-/** Screen position of a unit point in a panel, as fractions of its width and height; and back. */
-function onScreen(plane, point) {
-  return [0, 1].map((n) => (plane.flip[n] ? 1 - point[plane.axes[n]] : point[plane.axes[n]]));
+/** Where a unit point is in a panel, as fractions of its width and height; and back. Voxels are pixels: their centres
+ * lie half a pixel inside. */
+function onScreen(volume, plane, point) {
+  return [0, 1].map((n) => {
+    const a = plane.axes[n], along = plane.flip[n] ? 1 - point[a] : point[a];
+    return (along * (volume.shape[a] - 1) + 0.5) / volume.shape[a];
+  });
 }
-function fromScreen(plane, point, x, y) {
+function fromScreen(volume, plane, point, x, y) {
   const moved = point.slice();
-  [x, y].forEach((value, n) => { moved[plane.axes[n]] = Math.min(Math.max(plane.flip[n] ? 1 - value : value, 0), 1); });
+  [x, y].forEach((value, n) => {
+    const a = plane.axes[n];
+    const along = Math.min(Math.max((value * volume.shape[a] - 0.5) / Math.max(volume.shape[a] - 1, 1), 0), 1);
+    moved[a] = plane.flip[n] ? 1 - along : along;
+  });
   return moved;
 }
 
@@ -233,15 +241,18 @@ async function start() {
     section.className = "plane";
     const label = document.createElement("label"), slider = document.createElement("input");
     Object.assign(slider, { type: "range", min: 0, max: data.fixed.shape[plane.axes[2]] - 1, step: 1 });
-    label.append(plane.name, slider);
+    const name = document.createElement("span"), place = document.createElement("output");
+    [name.className, name.textContent] = ["name", plane.name];
+    label.append(name, slider, place);
     label.hidden = data.fixed.shape[plane.axes[2]] < 2;
     slider.oninput = () => { state.point[plane.axes[2]] = slider.value / Math.max(slider.max, 1); draw(); };
     const row = document.createElement("div");
     row.className = "panels";
     for (const which of ["fixed", "middle", "moving"]) {
       const figure = document.createElement("figure"), canvas = document.createElement("canvas");
-      const caption = document.createElement("figcaption");
-      figure.append(canvas, caption);
+      const caption = document.createElement("figcaption"), cross = document.createElement("span");
+      cross.className = "cross";
+      figure.append(canvas, cross, caption);
       plane.edges.forEach((letter, n) => {
         const mark = document.createElement("span");
         mark.className = `edge e${n}`;
@@ -250,37 +261,33 @@ async function start() {
       });
       if (which !== "moving") canvas.onclick = (event) => {
         const box = canvas.getBoundingClientRect();
-        state.point = fromScreen(plane, state.point, (event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
+        state.point = fromScreen(data.fixed, plane, state.point, (event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
         draw();
       };
       row.append(figure);
-      panels.push({ plane, which, canvas, caption, slider });
+      panels.push({ plane, which, canvas, cross, caption, slider, place });
     }
     section.append(row, label);
     byId("planes").append(section);
   }
 
-  function paint({ plane, which, canvas, caption, slider }) {
+  function paint({ plane, which, canvas, cross, caption, slider, place }) {
     const picture = render(data, plane, which === "middle" ? state.view : which, state);
     const volume = which === "moving" ? data.moving : data.fixed;
     const [sx, sy] = [volume.spacing[plane.axes[0]], volume.spacing[plane.axes[1]]];
     [canvas.width, canvas.height] = [picture.width, picture.height];
-    canvas.style.aspectRatio = `${picture.width * sx} / ${picture.height * sy}`;
-    const context = canvas.getContext("2d");
-    context.putImageData(new ImageData(picture.rgba, picture.width, picture.height), 0, 0);
+    const ratio = (picture.width * sx) / (picture.height * sy);
+    canvas.style.aspectRatio = ratio;
+    canvas.parentElement.style.maxWidth = `${85 * ratio}vh`;  // a whole body still fits the window
+    canvas.getContext("2d").putImageData(new ImageData(picture.rgba, picture.width, picture.height), 0, 0);
     const point = which === "moving" ? transform(data, state.point) : state.point;
-    const [x, y] = onScreen(plane, point);
-    context.strokeStyle = "rgba(255, 226, 138, 0.85)";
-    context.lineWidth = Math.max(1, picture.width / 300);
-    context.beginPath();
-    const px = x * (picture.width - 1) + 0.5, py = y * (picture.height - 1) + 0.5, arm = picture.width / 30;
-    context.moveTo(px - arm, py); context.lineTo(px + arm, py);
-    context.moveTo(px, py - arm); context.lineTo(px, py + arm);
-    context.stroke();
+    const [x, y] = onScreen(volume, plane, point);
+    [cross.style.left, cross.style.top] = [`${100 * x}%`, `${100 * y}%`];
     caption.textContent = which === "middle" ? VIEWS[state.view] : which;
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${plane.name}: ${caption.textContent}`);
     slider.value = Math.round(state.point[plane.axes[2]] * slider.max);
+    place.textContent = `${Number(slider.value) + 1} of ${Number(slider.max) + 1}`;
   }
 
   let waiting = false;

@@ -1,0 +1,453 @@
+"""`carl view`: what the server gives and refuses, and the page in a browser, against the transform itself."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from browser import NO_WEBGL, WEBGL, chromium, needs_browser
+
+sitk = pytest.importorskip("SimpleITK")
+from test_report import bend, registration  # noqa: E402  (needs SimpleITK)
+
+from carlreg import images, itk, report, viewer  # noqa: E402
+from carlreg.cli import main  # noqa: E402
+from carlreg.images import Image, from_sitk, map_points, to_closest_ras  # noqa: E402
+from carlreg.product import sha256  # noqa: E402
+from carlreg.viewer import fetch as fetching  # noqa: E402
+from carlreg.viewer import server as served  # noqa: E402
+from carlreg.viewer.fetch import SCRIPT  # noqa: E402
+from carlreg.viewer.scene import nifti  # noqa: E402
+
+FLIP = np.array([-1.0, -1.0, 1.0])
+needs_niivue = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs NiiVue: make viewer")
+
+
+def save(folder: Path, dim: int = 3, ending: str = ".nii.gz") -> Path:
+    """A registration of two files with labels, as `carl register` leaves it; the files lie beside its folder."""
+    pair = registration(bend if dim == 3 else (lambda points: points + 4.0), dim=dim)
+    inputs = pair.settings["inputs"]
+    for side, image in (("fixed", pair.fixed), ("moving", pair.moving)):
+        path = folder / f"{side}{ending}"
+        images.write(image, path)
+        inputs[side] |= {"path": str(path), "sha256": sha256(path)}
+        labels = folder / f"{side}_organs.nii.gz"
+        images.write(Image((image.data > 900).astype(np.uint8), image.affine), labels)
+        inputs[f"{side}_seg"] = {"path": str(labels)}
+    return pair.save(folder / "out", extra={"report.html": report.page(pair)})
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("view"))
+
+
+@pytest.fixture(scope="module")
+def server(out: Path) -> Iterator[viewer.Server]:
+    with running(out) as one:
+        yield one
+
+
+class running:  # noqa: N801  (used like a function)
+    """A server at work, in a thread; NiiVue itself is only needed where something is drawn."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = served.Server(viewer.find(folder))
+
+    def __enter__(self) -> viewer.Server:
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def ask(server: viewer.Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
+    """A request as written, with nothing tidied up on the way; `path` below the secret one, or whole."""
+    parts = urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+    whole = path if path.startswith("/") else parts.path + path
+    connection.putrequest(method, whole, skip_host=True)
+    for name, value in {"Host": parts.netloc, **{key.replace("_", "-"): v for key, v in headers.items()}}.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, answer.headers
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+def test_volumes_are_the_images(server: viewer.Server, out: Path, tmp_path: Path) -> None:
+    scene = json.loads(urllib.request.urlopen(server.url + "scene.json").read())
+    assert scene["notes"] == []
+    assert scene["report"] is True
+    names = {"fixed", "moving", "warped", "fixed_labels", "moving_labels", "warped_labels", "jacobian", "folds"}
+    assert set(scene["volumes"]) == names == set(server.scene.volumes)
+    for name, source in (("fixed", out.parent / "fixed.nii.gz"), ("warped", out / "warped.nii.gz")):
+        (tmp_path / "a.nii").write_bytes(urllib.request.urlopen(f"{server.url}{name}.nii").read())
+        theirs, ours = sitk.ReadImage(str(tmp_path / "a.nii")), sitk.ReadImage(str(source))
+        assert np.array_equal(sitk.GetArrayFromImage(theirs), sitk.GetArrayFromImage(ours))
+        assert np.allclose(theirs.GetOrigin(), ours.GetOrigin())
+        assert np.allclose(theirs.GetDirection(), ours.GetDirection())
+    (tmp_path / "a.nii").write_bytes(urllib.request.urlopen(f"{server.url}jacobian.nii").read())
+    change = from_sitk(sitk.ReadImage(str(tmp_path / "a.nii")))
+    transform, at = itk.read(out / "transform.h5"), np.array([9, 10, 7])
+    here, step = map_points(change.affine, at), 2.0
+    columns = [(transform(here + e * step) - transform(here - e * step)) / (2 * step) for e in np.eye(3)]
+    assert change.data[tuple(at)] == pytest.approx(np.log2(np.linalg.det(np.transpose(columns))), abs=0.05)
+
+
+def test_match_is_the_transforms(server: viewer.Server, out: Path) -> None:
+    forward, backward = (sitk.ReadTransform(str(out / f"{name}transform.h5")) for name in ("", "inverse_"))
+    point = np.array([7.0, -5.0, 3.0])
+    words = ",".join(map(str, point))
+    found = json.loads(ask(server, f"match.json?point={words}")[1])
+    assert found["fixed"]["lps"] == point.tolist()
+    assert np.allclose(found["moving"]["lps"], forward.TransformPoint(point.tolist()), atol=1e-3)
+    assert np.allclose(found["moving"]["ras"], FLIP * found["moving"]["lps"])
+    assert found["inside"] is True
+    found = json.loads(ask(server, f"match.json?point={words}&frame=ras")[1])
+    assert np.allclose(found["fixed"]["lps"], FLIP * point)
+    assert np.allclose(found["moving"]["lps"], forward.TransformPoint((FLIP * point).tolist()), atol=1e-3)
+    found = json.loads(ask(server, f"match.json?point={words}&from=moving")[1])
+    assert found["moving"]["lps"] == point.tolist()
+    assert np.allclose(found["fixed"]["lps"], backward.TransformPoint(point.tolist()), atol=1e-3)
+    assert json.loads(ask(server, "match.json?point=900,0,0")[1])["inside"] is False
+
+
+@pytest.mark.parametrize("query", ["", "point=", "point=1,2", "point=1,2,x", "point=1,2,nan", "point=1,2,3&from=here"])
+def test_odd_points_are_refused(server: viewer.Server, query: str) -> None:
+    status, body, _ = ask(server, f"match.json?{query}")
+    assert status == 400
+    assert b"expected" in body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/report.html",
+        "/wrong/scene.json",
+        "../",
+        "out",
+        "report.json",
+        "transform.h5",
+        "../report.html",
+        "../../fixed.nii.gz",
+        "..%2f..%2ffixed.nii.gz",
+        "%2e%2e/fixed.nii.gz",
+        "/etc/passwd",
+        "//etc/passwd",
+        "fixed.nii/../../../etc/passwd",
+        "scene.py",
+        "server.py",
+        "fixed",
+        "fixed.nii.gz",
+        "vendor/niivue.umd.js",
+        "\\..\\fixed.nii.gz",
+        "%C3%A9",
+        "//[",
+    ],
+)
+def test_paths_outside_of_the_list_are_refused(server: viewer.Server, path: str) -> None:
+    status, body, headers = ask(server, path)
+    assert status == 404
+    assert body.startswith(b"there is nothing here")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def test_requests_from_elsewhere_are_refused(server: viewer.Server) -> None:
+    host = f"127.0.0.1:{server.server_port}"
+    for good in (
+        {},
+        {"Host": f"localhost:{server.server_port}"},
+        {"Origin": f"http://{host}"},
+        {"Sec_Fetch_Site": "same-origin"},
+        {"Sec_Fetch_Site": "none"},
+    ):
+        assert ask(server, "scene.json", **good)[0] == 200, good
+    for bad in (
+        {"Host": "example.org"},
+        {"Host": f"example.org:{server.server_port}"},
+        {"Host": "127.0.0.1"},
+        {"Host": ""},
+        {"Origin": "http://example.org"},
+        {"Origin": f"https://{host}"},
+        {"Origin": "null"},
+        {"Origin": f"http://localhost:{server.server_port}"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ):
+        status, body, _ = ask(server, "scene.json", **bad)
+        assert status == 403, bad
+        assert b"volumes" not in body
+    for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT"):
+        assert ask(server, "scene.json", method)[0] in (405, 501), method
+    _, _, headers = ask(server, "")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "Access-Control-Allow-Origin" not in headers
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_only_this_machine_is_served(server: viewer.Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    others = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
+    for address in others:
+        with socket.socket() as attempt:
+            attempt.settimeout(2)
+            assert attempt.connect_ex((address, server.server_port)) != 0, address
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    out = save(tmp_path, ending=".mha")
+    assert viewer.find(out).notes == ()
+    with open(tmp_path / "moving.mha", "ab") as file:
+        file.write(b"x")
+    (tmp_path / "fixed.mha").unlink()
+    scene = viewer.find(out)
+    assert len(scene.notes) == 2
+    assert f"{tmp_path / 'fixed.mha'}, was not found" in scene.notes[0]
+    assert "has changed" in scene.notes[1]
+    assert "fixed" not in scene.volumes
+    (out / "report.json").write_text("{", encoding="utf-8")
+    scene = viewer.find(out)
+    assert set(scene.volumes) == {"warped", "jacobian", "folds"}
+    assert scene.describe()["dim"] == 3
+    assert np.allclose(scene.match(np.ones(3))["moving"]["lps"], itk.read(out / "transform.h5")(np.ones((1, 3)))[0])
+
+
+def test_volumes_are_what_niivue_reads(tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel")
+    for kind in (np.uint8, np.int16, np.int32, np.float32, np.float64, np.int64, np.uint32):
+        matrix = np.array([[2.0, 0, 5], [0, 3, 7], [0, 0, 1]])
+        path = tmp_path / f"{np.dtype(kind)}.nii"
+        path.write_bytes(nifti(Image(np.arange(12).reshape(3, 4).astype(kind), matrix)))
+        back = nibabel.load(path)
+        assert back.shape == (3, 4, 1)
+        assert np.array_equal(np.asanyarray(back.dataobj)[..., 0], np.arange(12).reshape(3, 4))
+        assert back.get_data_dtype() in (np.uint8, np.int16, np.int32, np.float32)
+        assert np.allclose(FLIP * (back.affine @ [1, 1, 0, 1])[:3], [7, 10, 0])
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: list[object], message: str) -> None:
+    assert main([str(word) for word in words]) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.strip().splitlines()) == 1, err
+
+
+def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    refused(capsys, ["view", tmp_path], f"{tmp_path} is no registration: it has no transform.h5; expected a folder")
+    refused(capsys, ["view", tmp_path / "no"], "there is no such folder; expected a folder that `carl register` wrote")
+    refused(capsys, ["view", out / "report.json"], "is no registration")
+    monkeypatch.setattr(served, "SCRIPT", tmp_path / "niivue.js")
+    refused(capsys, ["view", out], f"open {out / 'report.html'} instead, or, in a source checkout with npm")
+    (tmp_path / "niivue.js").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(capsys, ["view", out, "--port", port], f"port {port} is in use; choose another, or leave --port out")
+    assert main(["view", str(out), "--port", "99999"]) == 2
+
+
+@needs_niivue
+def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
+    """With no browser, no UTF-8, no colours and no width: the address is printed all the same."""
+    surroundings = {key: v for key, v in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    surroundings |= {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "TERM": "dumb", "COLUMNS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "carlreg", "view", str(out)], stderr=subprocess.PIPE, text=True, env=surroundings
+    )
+    try:
+        assert process.stderr is not None
+        lines = [process.stderr.readline(), process.stderr.readline()]
+        url = re.search(r"http://127\.0\.0\.1:\d+/\S+/", lines[0])
+        assert url is not None, lines
+        assert lines[1] == "carl: no browser could be opened; open the address yourself, on this machine\n"
+        assert b"<canvas" not in urllib.request.urlopen(url[0]).read()
+        assert len(urllib.request.urlopen(url[0] + "niivue.js").read()) > 1e6
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == "carl: stopped\n"
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+# ---- the package ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_file_that_was_chosen_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for npm: its file is checked, and nothing is left of a wrong one."""
+    script, tool = tmp_path / "vendor" / "niivue.umd.js", tmp_path / "bin" / "npm"
+    monkeypatch.setattr(fetching, "SCRIPT", script)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    with pytest.raises(RuntimeError, match="there is no npm; install Node"):
+        fetching.fetch()
+    (tmp_path / "package" / "dist").mkdir(parents=True)
+    (tmp_path / "package" / "dist" / "niivue.umd.js").write_bytes(b"draw()")
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "package", "package")
+    tool.parent.mkdir()
+    # npm runs in the folder that the archive goes to
+    tool.write_text(f"#!/bin/sh\n/bin/cp '{tmp_path}/a.tgz' niivue.tgz\n", encoding="utf-8")
+    tool.chmod(0o755)
+    with pytest.raises(RuntimeError, match="its checksum differs"):
+        fetching.fetch()
+    assert not script.exists()
+    monkeypatch.setattr(fetching, "SHA256", hashlib.sha256(b"draw()").hexdigest())
+    assert fetching.fetch().read_bytes() == b"draw()"
+    assert os.listdir(script.parent) == [script.name]
+    tool.write_text("#!/bin/sh\necho 'no network' >&2; exit 1\n", encoding="utf-8")
+    assert fetching.fetch() == script  # it is there: npm is not asked
+    script.write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="no network; run `make viewer` where npm works"):
+        fetching.fetch()
+
+
+@needs_niivue
+def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    root = Path(__file__).parent.parent
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+    for part in ("viewer/vendor/niivue.umd.js", "viewer/page.js", "viewer/NIIVUE-LICENSE", "report/page.js"):
+        source = root / "src" / "carlreg" / part
+        assert sizes[f"carlreg/{part}"] == source.stat().st_size, part
+    assert sizes["carlreg/weights/carl-base.safetensors"] > 1e6
+    assert wheel.stat().st_size < 40e6
+    assert not [name for name in sizes if name.startswith(("tests/", "docs/"))]
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------
+
+
+def shown(page: Any) -> np.ndarray:
+    """The fixed and the moving point (2, 3) that the page names, LPS."""
+    words = page.get("document.getElementById('where').textContent")
+    return np.array([float(n) for n in re.findall(r"-?[0-9]+\.[0-9]", words)]).reshape(2, 3) * FLIP
+
+
+def crosshair(page: Any, side: str) -> np.ndarray:
+    """Where NiiVue draws it, LPS."""
+    return (
+        np.array(page.get(f"Array.from(panels.{side}.frac2mm(panels.{side}.scene.crosshairPos, 0, true))"))[:3] * FLIP
+    )
+
+
+@pytest.mark.browser
+@needs_browser
+@needs_niivue
+def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> None:
+    fixed = to_closest_ras(images.read(out.parent / "fixed.nii.gz"))
+    transform, inverse = (itk.read(out / f"{name}transform.h5") for name in ("", "inverse_"))
+    with chromium(*WEBGL) as page:
+        page.open(server.url, width=1200, height=900)
+        page.wait("document.body.dataset.ready")
+        assert page.get("document.body.dataset.ready") == "yes"
+        assert page.get("document.querySelectorAll('canvas').length") == 3
+        assert page.get("Object.values(panels).every((p) => p.volumes.length === 1 && p.volumes[0].dims[0] >= 3)")
+
+        # The axial tile: radiological, front at the top; its edges are the outer voxels' edges.
+        tile = page.get("Array.from(panels.fixed.screenSlices.find((s) => s.axCorSag === 0).leftTopWidthHeight)")
+        scale = page.get("panels.fixed.uiData.dpr")
+        left, top, _, _ = page.box("#panels figure canvas")
+        voxel = np.array([5, 8])
+        across = 1 - (voxel + 0.5) / fixed.shape[:2]
+        x, y = ((tile[n] + across[n] * tile[2 + n]) / scale for n in (0, 1))
+        turn = page.get("document.body.dataset.shown")
+        page.click(left + x, top + y)
+        page.wait(f"document.body.dataset.shown !== '{turn}'")
+        page.settle()
+        here, there = shown(page)
+        index = map_points(np.linalg.inv(fixed.affine), here)
+        assert np.abs(index[:2] - voxel).max() < 0.3, index  # the right voxel
+        assert np.abs(there - transform(here[None])[0]).max() < 0.2, "rounded to 0.1 mm twice"
+        assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
+        assert np.abs(crosshair(page, "warped") - here).max() < 0.1
+        assert np.abs(crosshair(page, "moving") - there).max() < 0.1
+
+        # And from the moving image, by the inverse.
+        left, top, width, height = page.box("#panels figure:last-child canvas")
+        turn = page.get("document.body.dataset.shown")
+        page.click(left + 0.45 * width, top + 0.15 * height)
+        page.wait(f"document.body.dataset.shown !== '{turn}'")
+        here, there = shown(page)
+        assert np.abs(here - inverse(there[None])[0]).max() < 0.2
+        assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
+
+        bare = page.png()
+        for choice, count in (("labels", [2, 2, 2]), ("jacobian", [3, 3, 1])):
+            page.get(f"(byId('overlay').value = '{choice}', changeOverlay())")
+            assert page.get("SIDES.map((side) => panels[side].volumes.length)") == count
+            page.settle()
+            assert page.png() != bare
+        page.get("(byId('overlay').value = 'none', changeOverlay())")
+        page.settle()
+        own = f"http://127.0.0.1:{server.server_port}/"
+        assert [url for url in page.requests if not url.startswith((own, "data:", f"blob:{own}"))] == []
+        assert page.complaints == []
+        page.open(server.url + "report.html")
+        page.wait("document.body.dataset.ready")
+        assert page.complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
+@needs_niivue
+def test_two_dimensions(tmp_path: Path) -> None:
+    out = save(tmp_path, dim=2)
+    with running(out) as server, chromium(*WEBGL) as page:
+        page.open(server.url)
+        page.wait("document.body.dataset.ready")
+        assert page.get("document.body.dataset.ready") == "yes"
+        assert page.complaints == []
+        left, top, width, height = page.box("canvas")
+        turn = page.get("document.body.dataset.shown")
+        page.click(left + width / 3, top + height / 2)
+        page.wait(f"document.body.dataset.shown !== '{turn}'")
+        words = page.get("document.getElementById('where').textContent")
+        x, y, u, v = (float(n) for n in re.findall(r"-?[0-9]+\.[0-9]", words))
+        assert (u - x, v - y) == pytest.approx((-4, -4), abs=0.11)  # RAS of a shift by 4 mm, 4 mm in LPS
+
+
+@pytest.mark.browser
+@needs_browser
+@needs_niivue
+def test_without_webgl_the_page_says_so(server: viewer.Server) -> None:
+    with chromium(*NO_WEBGL) as page:
+        page.open(server.url)
+        page.wait("document.body.dataset.ready")
+        assert "has no WebGL 2" in page.get("document.getElementById('notes').textContent")
+        assert page.get("document.getElementById('report').hidden") is False
+        assert page.complaints == []
