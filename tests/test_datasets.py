@@ -206,7 +206,7 @@ def test_the_cache_notices_what_was_changed(tmp_path: Path, monkeypatch: pytest.
     case, folder = Case(image), tmp_path / "cache"
     made = []
     make = cache._make
-    monkeypatch.setattr(cache, "_make", lambda case, grid: made.append(1) or make(case, grid))
+    monkeypatch.setattr(cache, "_make", lambda *given: made.append(1) or make(*given))
     first = prepare([case], (8, 8), folder)[0]
     again = prepare([case], (8, 8), folder)[0]
     assert len(made) == 1
@@ -223,10 +223,12 @@ def test_the_cache_notices_what_was_changed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(cache, "PREPARATION", cache.PREPARATION + 1)
     prepare([case], (8, 8), folder)  # other code
     assert len(made) == 5
+    prepare([case], (8, 8), folder, ct_range=(-125, 275))  # other intensities
+    assert len(made) == 6
     for path in folder.iterdir():
         path.write_bytes(b"damaged")
     prepare([case], (8, 8), folder)
-    assert len(made) == 6
+    assert len(made) == 7
     assert all(path.suffix == ".safetensors" for path in folder.iterdir())  # nothing half written
 
 

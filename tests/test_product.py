@@ -26,7 +26,7 @@ from carlreg import (
     save,
 )
 from carlreg.images import Image, from_array, map_points
-from carlreg.inputs import LoadedModel, load_model
+from carlreg.inputs import LoadedModel, load_model, prepare
 from carlreg.losses import gaussian_blur
 from carlreg.product import FILES
 
@@ -445,3 +445,18 @@ def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None
         assert "match better as they are" in result.warnings[0]
     given = register(fixed=image, moving=image, model=model, io_iterations=0, device="cpu", allow_identity=False)
     assert np.abs(given.transform(points) - points).max() > 0.5 * min(image.spacing)
+
+
+def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -> None:
+    """`ct_range` in a model's file; other images are not concerned."""
+    rng = np.random.default_rng(0)
+    ct = from_array(rng.choice([-1000, -100, 50, 400], (12, 12, 12)).astype(np.int16))
+    path = tmp_path / "abdomen.safetensors"
+    for text, expected in (("-100 300", [0, 0, 0.375, 1]), ("-1000 1000", [0, 0.45, 0.525, 0.7])):
+        save(gradicon(3, 2, **SMALL), path, metadata={"grid": "12 12 12", "ct_range": text})
+        prepared = prepare(ct, None, load_model(path, "cpu"), torch.device("cpu"))
+        assert prepared.tensor.unique().tolist() == pytest.approx(sorted(set(expected)), abs=1e-4)
+    for text, message in (("wide", "expected two Hounsfield units"), ("5 -5", "expected a lower and a higher number")):
+        save(gradicon(3, 2, **SMALL), path, metadata={"ct_range": text})
+        with pytest.raises(ValueError, match=message):
+            load_model(path, "cpu")

@@ -192,7 +192,7 @@ def explain(
     place = choose_device(device)
     loaded = load_model(model, place)
     images = [as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
-    prepared = [prepare(image, None, loaded.grid, place) for image in images]
+    prepared = [prepare(image, None, loaded, place) for image in images]
     inside = Inside.of(loaded.network, prepared[0].tensor, prepared[1].tensor)
     return Explanation(inside, prepared[1].image, prepared[0].image)
 

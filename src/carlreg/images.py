@@ -489,12 +489,14 @@ class Preprocessing:
     words: str
 
 
-def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preprocessing]:
+def preprocess(
+    image: Image, mask: Image | None = None, *, ct_range: tuple[float, float] = CT_RANGE
+) -> tuple[Tensor, Preprocessing]:
     """Intensities as (1, 1, *shape) float32 from 0 to 1, and what was done. Needs no modality.
 
     CT is recognised by its values: at least 0.1 % of the voxels between −1100 and −500 (air, lung, bowel gas), at
     least 2 % between −200 and 300 (soft tissue), and at most 2 % below −1100 apart from the minimum itself, which may
-    be padding. It is clamped to −1000…1000 HU.
+    be padding. It is clamped to `ct_range`, −1000…1000 HU if not said otherwise: a model wants what it saw in training.
 
     Anything else runs from the 0.1st percentile of all voxels (the background, where there is one) to the 99.9th of
     the voxels above that, so that a large background does not count. A mask restricts the voxels that are counted,
@@ -514,7 +516,7 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, Preproc
         where = "" if mask is None else " inside its mask"
         raise ImageError(f"{image.name} is constant{where}: every voxel is {values.min()}; expected an image")
     if _is_ct(data):
-        low, high = CT_RANGE
+        low, high = ct_range
         done = Preprocessing("CT", low, high, f"recognised as CT by its values; {low:g}…{high:g} HU scaled to 0…1")
     else:
         low = float(np.percentile(values, PERCENTILES[0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Case:
     initial: itk.WorldTransform | itk.ItkTransform | None
 
 
-def read_case(sources: Mapping[str, Any], grid: tuple[int, ...] | None, place: torch.device) -> Case:
+def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.device) -> Case:
     def image(name: str, what: str) -> Image | None:
         return None if sources[name] is None else as_image(sources[name], what)
 
@@ -55,7 +55,7 @@ def read_case(sources: Mapping[str, Any], grid: tuple[int, ...] | None, place: t
     guess = sources["initial_transform"]
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
-    f, m = prepare(fixed, fixed_mask, grid, place), prepare(seen, seen_mask, grid, place)
+    f, m = prepare(fixed, fixed_mask, model, place), prepare(seen, seen_mask, model, place)
     return Case(fixed, moving, f, m, labels["fixed"], labels["moving"], landmarks, initial)
 
 
@@ -69,11 +69,12 @@ class Prepared:
     words: str
 
 
-def prepare(image: Image, mask: Image | None, shape: tuple[int, ...] | None, device: torch.device) -> Prepared:
+def prepare(image: Image, mask: Image | None, model: LoadedModel, device: torch.device) -> Prepared:
+    """Turned closest to RAS, with intensities and on the grid that the model wants."""
     turned = images.to_closest_ras(image)
     turned_mask = None if mask is None else images.to_closest_ras(mask)
-    data, done = images.preprocess(turned, turned_mask)
-    grid = tuple(turned.shape) if shape is None else shape
+    data, done = images.preprocess(turned, turned_mask, ct_range=model.ct_range)
+    grid = tuple(turned.shape) if model.grid is None else model.grid
     if len(grid) != turned.dim:
         raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(grid)}-D images")
     small_mask = None
@@ -160,6 +161,8 @@ class LoadedModel:
     """The grid it was trained on, if its file says so; each image is stretched to it."""
     facts: dict[str, Any]
     """Name, checksum and licence, for the report."""
+    ct_range: tuple[float, float] = images.CT_RANGE
+    """Hounsfield units that become 0 and 1."""
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
@@ -179,17 +182,30 @@ def load_model(
     """A model by name or file, or one that is in memory already, on its device and in evaluation mode."""
     place = choose_device(device)
     if isinstance(model, LoadedModel):
-        return LoadedModel(model.network.to(place).eval(), model.grid, model.facts)
+        return replace(model, network=model.network.to(place).eval())
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
     path = find_model(model)
     about = read_metadata(path)
-    try:
-        grid = tuple(int(n) for n in about["grid"].split()) if "grid" in about else None
-    except ValueError as error:
-        raise ValueError(f"{path} says its grid is {about['grid']!r}; expected sides such as '96 96 96'") from error
+    grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
-    return LoadedModel(load(path, device=place), grid, facts)
+    return LoadedModel(load(path, device=place), grid or None, facts, ct_range_of(about, path))
+
+
+def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:
+    """The Hounsfield units that a model was trained with, by what its file says."""
+    found = _numbers(about, "ct_range", path, "two Hounsfield units such as '-1000 1000'") or images.CT_RANGE
+    if len(found) != 2 or not found[0] < found[1]:
+        raise ValueError(f"{path} says its ct_range is {about['ct_range']!r}; expected a lower and a higher number")
+    return found[0], found[1]
+
+
+def _numbers(about: Mapping[str, str], name: str, path: Path, expected: str) -> tuple[float, ...]:
+    """What a model's file says under a name; nothing if it says nothing."""
+    try:
+        return tuple(float(word) for word in about.get(name, "").split())
+    except ValueError as error:
+        raise ValueError(f"{path} says its {name} is {about[name]!r}; expected {expected}") from error
 
 
 def choose_device(device: str | torch.device) -> torch.device:

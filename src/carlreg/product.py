@@ -219,7 +219,7 @@ def register(
         "initial_transform": initial_transform,
     }
     loaded = load_model(model, place)
-    case = read_case(sources, loaded.grid, place)
+    case = read_case(sources, loaded, place)
     clock.lap("reading")
 
     chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over

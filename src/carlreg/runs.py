@@ -24,7 +24,8 @@ from carlreg.augmentation import Augmentation
 from carlreg.datasets import cache, manifest
 from carlreg.datasets.pairs import TrainingPairs, Validation
 from carlreg.distributed import launch, processes
-from carlreg.inputs import choose_device
+from carlreg.images import CT_RANGE
+from carlreg.inputs import choose_device, ct_range_of
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
     DEFAULT,
@@ -197,12 +198,16 @@ def run(
     model = _new_network(settings, dim) if path is None else _trained_network(path, dim)
     sides = settings.grid or (tuple(int(n) for n in known["grid"].split()) if "grid" in known else None)
     grid = cache.choose_grid(cases, sides)
-    prepared = cache.prepare(cases, grid, cache_folder, lambda done: shown.preparing(done, len(cases)))
+    ct_range = CT_RANGE if path is None else ct_range_of(known, path)
+    prepared = cache.prepare(
+        cases, grid, cache_folder, lambda done: shown.preparing(done, len(cases)), ct_range=ct_range
+    )
     split = len(training.cases)
     config = {
         "format": FORMAT,
         "settings": json.loads(json.dumps(asdict(settings))),
         "grid": list(grid),
+        "ct_range": list(ct_range),
         "start": "new" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:32],
         "data": {
             "source": os.fspath(data),
@@ -363,6 +368,7 @@ def _metadata(folder: Path, config: dict[str, Any], intensities: str, known: Map
         "name": folder.resolve().name,
         "grid": " ".join(str(n) for n in config["grid"]),
         "intensities": "0 to 1",
+        "ct_range": "{:g} {:g}".format(*config["ct_range"]),
         "orientation": "axes closest to RAS",
         "data": ", ".join(counts),
         "preprocessing": f"of the first image: {intensities}",

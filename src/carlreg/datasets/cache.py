@@ -103,8 +103,11 @@ def prepare(
     grid: Sequence[int],
     folder: PathLike | None = None,
     callback: Callable[[int], None] | None = None,
+    *,
+    ct_range: tuple[float, float] = images.CT_RANGE,
 ) -> list[Prepared]:
-    """Make all cases ready, or take them from the cache; `callback` gets the number of those done.
+    """Make all cases ready, or take them from the cache; `callback` gets the number of those done. `ct_range` is for
+    `images.preprocess`.
 
     All are looked at before the first unusable one is complained about, so that the message can name the others.
     """
@@ -113,7 +116,7 @@ def prepare(
     prepared, problems = [], []
     for number, case in enumerate(cases, start=1):
         try:
-            prepared.append(_from_cache(case, tuple(grid), cache))
+            prepared.append(_from_cache(case, tuple(grid), ct_range, cache))
         except ImageError as error:
             problems.append((case, error))
         if callback is not None:
@@ -126,22 +129,22 @@ def prepare(
     return prepared
 
 
-def _from_cache(case: Case, grid: tuple[int, ...], cache: Path) -> Prepared:
+def _from_cache(case: Case, grid: tuple[int, ...], ct_range: tuple[float, float], cache: Path) -> Prepared:
     from safetensors import SafetensorError
 
-    path = cache / f"{fingerprint(case, grid)}.safetensors"
+    path = cache / f"{fingerprint(case, grid, ct_range)}.safetensors"
     try:
         return _load(path)
     except (FileNotFoundError, SafetensorError, KeyError, ValueError):  # not there yet, or damaged
         pass
     from safetensors.torch import save
 
-    tensors, header = _make(case, grid)
+    tensors, header = _make(case, grid, ct_range)
     write_atomically(path, save(tensors, header))
     return _load(path)
 
 
-def fingerprint(case: Case, grid: Sequence[int]) -> str:
+def fingerprint(case: Case, grid: Sequence[int], ct_range: tuple[float, float]) -> str:
     """Changes with the files (place, size, time of change), the grid and the code that makes it ready."""
     files = [file for file in (case.image, case.labels) if file is not None]
     stats = [
@@ -149,18 +152,18 @@ def fingerprint(case: Case, grid: Sequence[int]) -> str:
         for file in files
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
-    settings = [PREPARATION, list(grid), images.CT_RANGE, images.PERCENTILES, case.labels is not None]
+    settings = [PREPARATION, list(grid), ct_range, images.PERCENTILES, case.labels is not None]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
-def _make(case: Case, grid: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _make(case: Case, grid: tuple[int, ...], ct_range: tuple[float, float]) -> tuple[dict[str, Tensor], dict[str, str]]:
     original = images.read(case.image)
     if original.dim != len(grid):
         raise ImageError(
             f"{original.name} is {original.dim}-D but the others are {len(grid)}-D; expected one dimension"
         )
     image = images.to_closest_ras(original)
-    intensities, done = images.preprocess(image)
+    intensities, done = images.preprocess(image, ct_range=ct_range)
     tensors = {"image": (255 * images.resize(intensities, grid)[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
         labels = images.read_labels(case.labels)
