@@ -26,6 +26,7 @@ from carlreg.models import carl, load, save
 from carlreg.optimize import instance_optimize
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm
+from carlreg.synthesis import random_anatomy
 from carlreg.training import Progress, Stage, train
 from carlreg.transforms import Affine, Identity, Transform, warp
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
     parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
+    parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -85,7 +87,7 @@ def main() -> None:
 
     model = train(
         model,
-        lambda generator: data.draw(generator, arguments.pairs),
+        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic),
         stages,
         out=arguments.out / "run",
         seed=arguments.seed,
@@ -107,9 +109,15 @@ def main() -> None:
         "seed": arguments.seed,
         "started_from": None if arguments.model is None else arguments.model.name,
         "training_seconds": round(trained, 1),
+        "synthetic": arguments.synthetic,
         "grid": arguments.side,
     }
-    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata={"name": "carl-base"})
+    save(
+        model,
+        arguments.out / "model.safetensors",
+        dtype=torch.float16,
+        metadata={"name": "carl-base", "ct_range": "-125 275"},
+    )
     for split in ("dev", "val"):
         report[split] = {"network": data.evaluate(model, split)}
     write(report, arguments.out)
@@ -148,13 +156,19 @@ class Data:
             return scan
         return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
 
-    def draw(self, generator: torch.Generator, pairs: int) -> tuple[Tensor, Tensor]:
+    def draw(self, generator: torch.Generator, pairs: int, synthetic: float = 0.0) -> tuple[Tensor, Tensor]:
         """Two different training subjects of one set, each turned, scaled, shifted and re-toned a little, both
-        perhaps mirrored left to right."""
+        perhaps mirrored left to right; or, for a share of the pairs, two views of one random anatomy."""
         moving: list[Tensor] = []
         fixed: list[Tensor] = []
         weights = torch.tensor([MIX[name] for name in self.sets])
         for _ in range(pairs):
+            if torch.rand((), generator=generator) < synthetic:
+                seed = int(torch.randint(2**62, (), generator=generator))
+                made = random_anatomy((self.side,) * 3, generator=torch.Generator(self.device).manual_seed(seed))
+                moving.append(made.moving)
+                fixed.append(made.fixed)
+                continue
             name = self.sets[int(torch.multinomial(weights, 1, generator=generator))]
             keys = self.names[name, "train"]
             first, second = torch.randperm(len(keys), generator=generator)[:2].tolist()
