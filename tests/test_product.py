@@ -460,3 +460,20 @@ def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -
         save(gradicon(3, 2, **SMALL), path, metadata={"ct_range": text})
         with pytest.raises(ValueError, match=message):
             load_model(path, "cpu")
+
+
+def test_certainty_is_the_spread_of_attention(unlike: tuple[Image, Image]) -> None:
+    """Asked for, it lies over the fixed image, in millimetres; a network without attention has none."""
+    fixed, moving = unlike
+    options = {"fixed": fixed, "moving": moving, "io_iterations": 0, "device": "cpu"}
+    network = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
+    spread = register(**options, model=network, certainty=True).spread
+    assert spread is not None
+    corners = map_points(spread.affine, np.array([[0, 0, 0], np.array(spread.shape) - 1]))
+    unit = map_points(fixed.world_to_unit(), corners)
+    assert np.all(np.abs(unit - 0.5) < 0.55)  # its outermost voxels are the middles of blocks
+    size = np.linalg.norm(np.array(moving.spacing) * (np.array(moving.shape) - 1))
+    assert 0 < spread.data.min() <= spread.data.max() < size
+    assert register(**options, model=network).spread is None
+    plain = LoadedModel(gradicon(3, 2, **SMALL), (16, 16, 16), {"name": "plain"})
+    assert register(**options, model=plain, certainty=True).spread is None

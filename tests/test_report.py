@@ -167,7 +167,7 @@ def test_the_program_shows_the_patients_sides(tmp_path: Path) -> None:
 @needs_node
 def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     pair = registration(shift)
-    result = drawn(report.write(pair, tmp_path / "r.html", certainty=pair.fixed), [0.4, 0.5, 0.6])
+    result = drawn(report.write(pair, tmp_path / "r.html", spread=pair.fixed), [0.4, 0.5, 0.6])
     # The axial picture against one made by hand.
     turned = to_closest_ras(pair.fixed)
     shape = report.display_shape(turned, report.VOXELS)
@@ -232,7 +232,7 @@ def bend(points: np.ndarray) -> np.ndarray:
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     """The slider moves the slice, a click lands on the voxel under it, nothing is fetched, nothing goes wrong."""
     pair = registration(bend, warnings=("the match is doubtful",))
-    path = report.write(pair, tmp_path / "report.html", certainty=pair.fixed, dice={"liver": (0.1, 0.875)})
+    path = report.write(pair, tmp_path / "report.html", spread=pair.fixed, dice={"liver": (0.1, 0.875)})
     turned = to_closest_ras(pair.fixed)
     nx, ny, nz = report.display_shape(turned, report.VOXELS)
     with chromium() as page:

@@ -139,6 +139,14 @@ def register(
     moving_seg: Annotated[Some, typer.Option(help="Labels of the moving image: warped, and scored.")] = None,
     fixed_landmarks: Annotated[Some, typer.Option(help="Points of the fixed image: scored, not used.")] = None,
     moving_landmarks: Annotated[Some, typer.Option(help="The same points in the moving image.")] = None,
+    certainty: Annotated[
+        bool | None,
+        typer.Option(
+            "--certainty/--no-certainty",
+            help="Show in report.html how sure the network is of its matches. Without either: only on a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     html: Annotated[bool, typer.Option(help="Write report.html, a page to look at the result.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
     seed: Annotated[int, typer.Option(help="The same seed gives the same result.")] = 0,
@@ -160,6 +168,7 @@ def register(
         "regularity": regularity,
         "fit_to": fit_to.value,
         "allow_identity": allow_identity,
+        "certainty": certainty,
         "device": device,
         "seed": seed,
     }

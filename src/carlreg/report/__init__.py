@@ -23,7 +23,7 @@ import torch
 
 import carlreg
 from carlreg import images, itk
-from carlreg.grids import Grid
+from carlreg.grids import Grid, interpolate
 from carlreg.images import Image, Matrix, map_points
 from carlreg.models import write_atomically
 from carlreg.product import Registration
@@ -47,13 +47,14 @@ def write(
     registration: Registration,
     path: str | os.PathLike[str],
     *,
-    certainty: Image | None = None,
+    spread: Image | None = None,
     dice: Mapping[str, tuple[float, float]] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the report as one HTML file.
 
-    `certainty` is an image in the fixed image's world, higher where the match is surer. `dice` gives the overlap of
+    `spread` is an image in the fixed image's world, in mm, smaller where the match is surer; without it, that of the
+    registration, if it has one. `dice` gives the overlap of
     each structure before and after, by name; without it, labels go by their numbers.
 
     >>> write(register(fixed="a.nii.gz", moving="b.nii.gz"), "report.html")
@@ -61,14 +62,14 @@ def write(
     target = Path(path)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists already; choose another name, or overwrite=True")
-    write_atomically(target, page(registration, certainty=certainty, dice=dice).encode())
+    write_atomically(target, page(registration, spread=spread, dice=dice).encode())
     return target
 
 
 def page(
     registration: Registration,
     *,
-    certainty: Image | None = None,
+    spread: Image | None = None,
     dice: Mapping[str, tuple[float, float]] | None = None,
 ) -> str:
     """The report's HTML."""
@@ -77,7 +78,9 @@ def page(
     inputs = registration.settings.get("inputs", {})
     title = " on ".join(_name(inputs.get(side, {}), side) for side in ("moving", "fixed"))
     # "<" must not occur in the data, or a name could end the script.
-    data = json.dumps(_data(registration, certainty), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(
+        _data(registration, registration.spread if spread is None else spread), separators=(",", ":")
+    ).replace("<", "\\u003c")
     filled = {
         "title": html.escape(title),
         "style": style,
@@ -105,7 +108,7 @@ def _overlaps(registration: Registration) -> dict[str, tuple[float, float]]:
 # ---- what the page draws --------------------------------------------------------------------------------------------
 
 
-def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]:
+def _data(registration: Registration, spread: Image | None) -> dict[str, Any]:
     fixed, moving, warped = (
         images.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
     )
@@ -121,8 +124,8 @@ def _data(registration: Registration, certainty: Image | None) -> dict[str, Any]
         "map": {"shape": _three(points.shape[:-1]), "units": UNITS, "values": array_text(_fortran(steps))},
         "jacobian": {**_jacobian(registration.transform, fixed), "doublings": DOUBLINGS},
     }
-    if certainty is not None:
-        data["certainty"] = _certainty(certainty, fixed)
+    if spread is not None:
+        data["certainty"] = _certainty(spread, fixed)
     return data
 
 
@@ -175,13 +178,15 @@ def _jacobian(transform: itk.PointMap, fixed: Image) -> dict[str, Any]:
     return volume_uri(levels.reshape(_three(shape)))
 
 
-def _certainty(certainty: Image, fixed: Image) -> dict[str, Any]:
-    on_fixed = itk.apply(lambda points: points, Image(certainty.data.astype(np.float32), certainty.affine), fixed)
+def _certainty(spread: Image, fixed: Image) -> dict[str, Any]:
+    """From the widest spread to the narrowest, in mm."""
     shape = display_shape(fixed, MAP_VOXELS)
-    values = images.resize(torch.from_numpy(on_fixed.data)[None, None], shape)[0, 0].numpy()
-    low, high = float(values.min()), float(values.max())
-    levels = np.rint(255 * (values - low) / max(high - low, 1e-12)).astype(np.uint8)
-    return {**volume_uri(levels.reshape(_three(shape))), "low": low, "high": high}
+    index = map_points(itk.invert_matrix(spread.affine), _points(fixed, shape))
+    unit = torch.from_numpy(index * Grid.of(spread.shape).spacing)[None]
+    values = interpolate(torch.from_numpy(spread.data.astype(np.float64))[None, None], unit)[0, 0].numpy()
+    narrow, wide = float(values.min()), float(values.max())
+    levels = np.rint(255 * (wide - values) / max(wide - narrow, 1e-12)).astype(np.uint8)
+    return {**volume_uri(levels.reshape(_three(shape))), "low": wide, "high": narrow}
 
 
 def _planes(dim: int) -> list[dict[str, Any]]:

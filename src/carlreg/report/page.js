@@ -206,7 +206,7 @@ function legend(data, view) {
     const most = 2 ** data.jacobian.doublings;
     return `volume × ${1 / most} ${gradient((t) => diverging(2 * t - 1))} × ${most}; folds are magenta`;
   }
-  if (view === "certainty") return `${data.certainty.low.toPrecision(3)} ${gradient(sequential)} ${data.certainty.high.toPrecision(3)}`;
+  if (view === "certainty") return `attention spread over ${data.certainty.low.toPrecision(3)} mm ${gradient(sequential)} ${data.certainty.high.toPrecision(3)} mm`;
   if (view === "checkerboard") return "fixed in grey, warped tinted";
   if (view === "blend") return "fixed in orange, warped in grey";
   if (view === "grid") return "straight lines of the moving image, as the transform bends them";
