@@ -97,7 +97,8 @@ def icon(checkpoint: PathLike, *, grid: tuple[int, ...] = (175, 175, 175), **opt
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "icon.safetensors"
             save(model, path, metadata={"grid": " ".join(str(side) for side in grid)})
-            return by_model(str(path), **options)(pair, fixed, moving)
+            # Theirs is judged as it is, without our safeguard.
+            return by_model(str(path), **{"allow_identity": False, **options})(pair, fixed, moving)
 
     return run
 
