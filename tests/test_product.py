@@ -249,7 +249,7 @@ def test_however_the_images_are_stored_the_answer_is_one(
     points = map_points(fixed.affine, np.random.default_rng(0).uniform(3, 14, (200, 3)))
     there, _ = answer(fixed, moving, moving_network, points)
     ways = list(itertools.product(itertools.permutations(range(3)), itertools.product((False, True), repeat=3)))
-    for one, other in zip(ways[::4], ways[::-4], strict=True):
+    for one, other in zip(ways, ways[::-1], strict=True):
         found, _ = answer(restored(fixed, *one), restored(moving, *other), moving_network, points)
         assert np.abs(found - there).max() < 0.1
 
