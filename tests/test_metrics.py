@@ -11,9 +11,8 @@ from conftest import texture
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity
-from carlreg.grids import voxel_points
+from carlreg.grids import determinant_per_voxel, voxel_points
 from carlreg.metrics import (
-    determinant_per_voxel,
     dice,
     folding,
     hd95,

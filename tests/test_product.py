@@ -477,3 +477,14 @@ def test_certainty_is_the_spread_of_attention(unlike: tuple[Image, Image]) -> No
     assert register(**options, model=network).spread is None
     plain = LoadedModel(gradicon(3, 2, **SMALL), (16, 16, 16), {"name": "plain"})
     assert register(**options, model=plain, certainty=True).spread is None
+
+
+def test_without_room_for_certainty_there_is_none(
+    unlike: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("carlreg.product.Inside.of", no_room)
+    fixed, moving = unlike
+    model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
+    options = {"model": model, "io_iterations": 0, "device": "cpu", "certainty": True}
+    assert register(fixed=fixed, moving=moving, **options).spread is None
+    assert "the report goes without" in caplog.text

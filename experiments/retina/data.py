@@ -2,7 +2,7 @@
 
     python experiments/retina/data.py FOLDER carry/retina.npz     # packs the 20 segmentations, 0.2 MB
 
-FOLDER is a DRIVE download, or any folder that holds its twenty `*_manual1.gif` (vessels of images 21 to 40). In file
+FOLDER is a DRIVE download, or a folder that holds its twenty `*_manual1.gif` (vessels of images 21 to 40). In file
 order the first 14 are for training and the last 6 for testing. Each image and its vertical flip is the moving image of
 20 pairs; the fixed image is that retina warped by two elastic grids. Baseline pads both images by 200 pixels below.
 Shift pads the fixed image above instead, and Scale Shift shrinks it to 80 % as well. All are averaged over 4 × 4.
@@ -123,12 +123,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    from PIL import Image
+    from carlreg.datasets import retina
+    from carlreg.datasets.gif import read_gif
 
-    paths = sorted(arguments.folder.rglob("[2-4][0-9]_manual1.gif"))
-    if len(paths) != 20:
-        raise SystemExit(f"{arguments.folder} holds {len(paths)} files [2-4][0-9]_manual1.gif; expected DRIVE's twenty")
-    images = np.stack([np.asarray(Image.open(path).convert("L")) > 127 for path in paths])
+    subjects = [subject for split in ("train", "test") for subject in retina.subjects(arguments.folder, split)]
+    images = np.stack([read_gif(subject.image) > 127 for subject in subjects])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez(arguments.out, bits=np.packbits(images.reshape(20, -1), axis=1), shape=images.shape)
     print(f"{len(images)} segmentations of {images.shape[1]} × {images.shape[2]}, {images.mean():.1%} vessels")

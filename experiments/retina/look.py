@@ -1,4 +1,4 @@
-"""What the trained retina networks do: equivariance measured, attention masks, pictures, and the capture radius.
+"""What the trained retina networks do: equivariance measured, attention masks, and pictures.
 
     python experiments/retina/look.py carry/retina.npz MODELS experiments/retina/results
 
@@ -17,16 +17,13 @@ import numpy as np
 import torch
 from data import Pairs, build, load  # type: ignore[import-not-found]
 from torch import Tensor
-from train import BATCH, DATA_SEEDS, RATE  # type: ignore[import-not-found]
+from train import DATA_SEEDS  # type: ignore[import-not-found]
 
 from carlreg.explain import Inside
 from carlreg.grids import voxel_points
-from carlreg.losses import lncc
 from carlreg.models import load as load_model
-from carlreg.networks import UNet
-from carlreg.registration import PredictDisplacement, RegistrationAlgorithm
-from carlreg.training import Stage, TrainingStep
-from carlreg.transforms import Affine, compose, warp
+from carlreg.registration import RegistrationAlgorithm
+from carlreg.transforms import warp
 
 SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 13, 16, 20, 24, 28, 32, 37, 40, 44, 48)
 """In pixels of the averaged images, of which a retina has about 130; 50 rows below it are empty."""
@@ -97,47 +94,16 @@ def picture(model: RegistrationAlgorithm, pairs: Pairs, number: int = 45) -> dic
     }
 
 
-def capture_radius(train: Pairs, test: Pairs, steps: int) -> dict[str, Any]:
-    """LNCC over the translation t of τ alone and of TwoStep{τ, Φ}, for a Φ of one step that was trained briefly."""
-    device = train.fixed.device
-    torch.manual_seed(0)
-    phi = PredictDisplacement(UNet(2)).to(device).train()
-    order = torch.Generator().manual_seed(0)
-    for stage in (Stage(56, "diffusion", learning_rate=RATE), Stage(steps, learning_rate=RATE)):
-        step = TrainingStep(phi, stage, device=device)
-        for n in range(stage.steps):
-            index = torch.randint(len(train), (BATCH,), generator=order).to(device)
-            moving, fixed = train.at(index)
-            loss = step(moving, fixed, stage.rate(n), seed=n)
-    phi.eval()
-    moving, fixed = test.at(torch.arange(0, len(test), 6, device=device))  # 40 pairs
-    curves: dict[str, Any] = {"steps": [56, steps], "loss_after_training": loss.floats(), "t": [], "tau": [], "two": []}
-    curves |= {"tau_slope": [], "two_slope": []}
-    for t in torch.linspace(-0.4, 0.4, 81).tolist():
-        shift = torch.tensor(t, device=device, requires_grad=True)
-        zero = torch.zeros((), device=device)
-        tau = Affine.translation(torch.stack([zero, shift])[None])  # τ: x ↦ x + (0, t)
-        warped = warp(moving, tau, like=fixed)
-        two_step = compose(tau, phi(warped, fixed))  # τ ∘ Φ[M ∘ τ, F]
-        curves["t"].append(t)
-        for name, loss_of in (("tau", lncc(warped, fixed)), ("two", lncc(warp(moving, two_step, like=fixed), fixed))):
-            (slope,) = torch.autograd.grad(loss_of, shift, retain_graph=True)
-            curves[name].append(float(loss_of.detach()))
-            curves[f"{name}_slope"].append(float(slope))
-    return curves
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("models", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--parts", nargs="+", default=["equivariance", "masks", "pictures", "capture"])
-    parser.add_argument("--capture-steps", type=int, default=250, help="of GradICON, for the single step")
+    parser.add_argument("--parts", nargs="+", default=["equivariance", "masks", "pictures"])
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train, test = load(arguments.data, device)
+    _, test = load(arguments.data, device)
     baseline, scaled = (build(test, variant, DATA_SEEDS["test"]) for variant in ("Baseline", "Scale Shift"))
 
     def model(name: str) -> RegistrationAlgorithm:
@@ -161,9 +127,6 @@ def main() -> None:
     if "pictures" in arguments.parts:
         for name, pairs in (("Baseline", baseline), ("Scale Shift", scaled)):
             arrays |= {f"{name}/{key}": value for key, value in picture(model("CARL-Baseline-0"), pairs).items()}
-    if "capture" in arguments.parts:
-        capture = capture_radius(build(train, "Baseline", DATA_SEEDS["train"]), baseline, arguments.capture_steps)
-        result["capture"] = capture
     kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     result["made"] = {**result.get("made", {}), **{part: [arguments.commit, kind] for part in arguments.parts}}
     path.write_text(json.dumps(result) + "\n")

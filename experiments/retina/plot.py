@@ -90,19 +90,6 @@ def equivariance(look: dict[str, Any], folder: Path) -> None:
     figure.savefig(folder / "equivariance.png", dpi=110)
 
 
-def capture(look: dict[str, Any], folder: Path) -> None:
-    curves = look["capture"]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for key, label in (("tau", "τ"), ("two", "TwoStep{τ, Φ}")):
-        axes[0].plot(curves["t"], curves[key], label=label)
-        axes[1].plot(curves["t"], curves[f"{key}_slope"], label=label)
-    axes[0].set(xlabel="t, as a share of the image's width", ylabel="1 − LNCC")
-    axes[1].set(xlabel="t", ylabel="derivative by t")
-    axes[1].axhline(0, color="0.7", linewidth=0.8)
-    axes[0].legend()
-    figure.savefig(folder / "capture.png", dpi=110)
-
-
 def attention(arrays: Any, folder: Path) -> None:
     figure, axes = plt.subplots(2, 7, figsize=(13, 5), layout="constrained")
     rows = (("CARL-Baseline-0-diffusion", "after diffusion"), ("CARL-Baseline-0", "trained"))
@@ -159,7 +146,6 @@ def main() -> None:
     if (folder / "look.json").exists():
         look = json.loads((folder / "look.json").read_text(encoding="utf-8"))
         equivariance(look, folder)
-        capture(look, folder)
     if (folder / "look.npz").exists():
         with np.load(folder / "look.npz") as arrays:
             attention(arrays, folder)

@@ -25,7 +25,7 @@ from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
 from carlreg.product import Registration, register
 from carlreg.registration import RegistrationAlgorithm
-from carlreg.report import write as write_report
+from carlreg.report import page
 from carlreg.synthesis import LABELS, correspondence, patient
 
 WIDTH = 384.0
@@ -59,7 +59,7 @@ class Pair:
 
     def shown(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) of the fixed image have their true counterpart inside the moving image."""
-        index = map_points(_inverse(self.moving.affine), self.truth(points))
+        index = map_points(itk.invert_matrix(self.moving.affine), self.truth(points))
         return np.asarray(((index >= 0) & (index <= np.array(self.moving.shape) - 1)).all(axis=-1))
 
     def landmarks(self, count: int = 10_000) -> Matrix:
@@ -173,10 +173,10 @@ def run(
     report["model"], report["device"] = (answers["pair"].settings[key] for key in ("model", "device"))
     for name in CASES:  # only now: a failure leaves nothing behind
         pairs[name].save(folder / name, overwrite=overwrite)
-        answers[name].save(folder / name, overwrite=overwrite)
         before, after = (report[name][when]["dice_of"] for when in ("before", "after"))
         overlap = {organ: (before[organ], after[organ]) for organ in after}
-        write_report(answers[name], folder / name / "report.html", dice=overlap, overwrite=True)
+        extra = {"report.html": page(answers[name], dice=overlap)}
+        answers[name].save(folder / name, overwrite=overwrite, extra=extra)
     report["seconds"] = round(time.perf_counter() - started, 1)
     write_atomically(folder / SUMMARY, (json.dumps(report, indent=2) + "\n").encode())
     return report
@@ -193,7 +193,3 @@ def _moved_along(pairs: dict[str, Pair], answers: dict[str, Registration]) -> di
         "off_mean": round(float(off.mean()), 2),
         "off_median": round(float(np.median(off)), 2),
     }
-
-
-def _inverse(matrix: Matrix) -> Matrix:
-    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)

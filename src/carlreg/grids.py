@@ -165,6 +165,24 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
     return total.movedim(-1, 1)
 
 
+def determinant_per_voxel(points: Tensor) -> Tensor:
+    """By how much a map enlarges the cell of a voxel: its values (B, *shape, D) at the voxels of an image, in any
+    coordinates, give the determinants of its central differences over one voxel, (B, *(shape − 2))."""
+    dim = points.dim() - 2
+    if min(points.shape[1:-1]) < 3:
+        raise ValueError(f"the image has sides {tuple(points.shape[1:-1])}; expected at least 3 voxels a side")
+    columns = []
+    for axis in range(dim):
+        ahead, behind = ([slice(None), *[slice(1, -1)] * dim] for _ in range(2))
+        ahead[1 + axis], behind[1 + axis] = slice(2, None), slice(None, -2)
+        columns.append((points[tuple(ahead)] - points[tuple(behind)]) / 2)
+    total = torch.zeros_like(columns[0][..., 0])
+    for order in itertools.permutations(range(dim)):  # written out: torch.linalg.det of small matrices is slow
+        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
+        total = total + sign * math.prod(columns[i][..., order[i]] for i in range(dim))
+    return total
+
+
 @full_precision
 def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: float) -> Tensor:
     """Apply a linear operation on rows, (1, N, n) → (1, N, m), along each spatial axis of (B, C, *shape).

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from carlreg import kernels
 from carlreg._checks import check_image, check_same_shape
-from carlreg.grids import Outside, along_axes, constant, interpolate, voxel_points, voxel_size
+from carlreg.grids import Outside, along_axes, determinant_per_voxel, interpolate, voxel_points, voxel_size
 from carlreg.transforms import Composition, DisplacementField, Transform
 
 Regularity = Literal["gradicon", "diffusion"]
@@ -175,22 +174,12 @@ def diffusion(displacement: Tensor) -> Tensor:
 
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
     """How far det ∇φ falls below a small positive `margin`, on average over the voxels of a dense displacement
-    (B, D, *shape) in unit coordinates, but the outermost ones: 0 where nothing folds, with a slope back where something
-    does. By central differences, as `metrics.folding` counts them."""
-    dim = displacement.dim() - 2
+    (B, D, *shape) in unit coordinates: 0 where nothing folds, with a slope back where something does. The determinants
+    are those that `metrics.folding` counts."""
     if min(displacement.shape[2:]) < 3:
         return displacement.new_zeros(())  # too few voxels to tell
-    slopes = []  # ∂φ/∂xᵢ, (B, D, *(shape − 2))
-    for axis in range(dim):
-        ahead, behind = ([slice(None)] * 2 + [slice(1, -1)] * dim for _ in range(2))
-        ahead[2 + axis], behind[2 + axis] = slice(2, None), slice(None, -2)
-        slope = (displacement[tuple(ahead)] - displacement[tuple(behind)]) * ((displacement.shape[2 + axis] - 1) / 2)
-        unit = constant(tuple(float(i == axis) for i in range(dim)), displacement.dtype, displacement.device)
-        slopes.append(slope + unit.reshape(1, dim, *(1,) * dim))
-    determinant = torch.zeros_like(slopes[0][:, 0])
-    for order in itertools.permutations(range(dim)):
-        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
-        determinant = determinant + sign * math.prod(slopes[i][:, order[i]] for i in range(dim))
+    points = voxel_points(displacement) + displacement.movedim(1, -1)
+    determinant = determinant_per_voxel(points) / voxel_size(displacement.shape[2:], displacement).prod()
     return F.relu(margin - determinant).mean()
 
 

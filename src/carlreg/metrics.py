@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg._checks import check_same_shape
-from carlreg.grids import voxel_points, voxel_size
+from carlreg.grids import determinant_per_voxel, voxel_points, voxel_size
 from carlreg.transforms import Transform
 
 
@@ -83,20 +83,6 @@ def target_registration_error(
 def jacobian_determinant(transform: Transform, image: Tensor) -> Tensor:
     """det ∇φ at the image's voxels, by central differences, without the outermost ones: (B, *(shape − 2))."""
     return determinant_per_voxel(transform.on_grid_of(image)) / voxel_size(image.shape[2:], image).prod()
-
-
-def determinant_per_voxel(points: Tensor) -> Tensor:
-    """By how much a map enlarges the cell of a voxel: its values (B, *shape, D) at the voxels of an image, in any
-    coordinates, give the determinants of its central differences over one voxel, (B, *(shape − 2))."""
-    dim = points.dim() - 2
-    if min(points.shape[1:-1]) < 3:
-        raise ValueError(f"the image has sides {tuple(points.shape[1:-1])}; expected at least 3 voxels a side")
-    columns = []
-    for axis in range(dim):
-        ahead, behind = ([slice(None), *[slice(1, -1)] * dim] for _ in range(2))
-        ahead[1 + axis], behind[1 + axis] = slice(2, None), slice(None, -2)
-        columns.append((points[tuple(ahead)] - points[tuple(behind)]) / 2)
-    return torch.linalg.det(torch.stack(columns, dim=-1))
 
 
 def folding(transform: Transform, image: Tensor) -> float:

@@ -463,9 +463,13 @@ def _spread(network: RegistrationAlgorithm, case: Case) -> Image | None:
     """None for a network that does not begin with coordinate attention."""
     if not any(isinstance(module, CoordinateAttention) for module in network.modules()):
         return None
-    with mixed_precision(case.f.tensor.device):
-        inside = Inside.of(network, case.m.tensor, case.f.tensor)
-        return Explanation(inside, case.f.image, case.m.image).certainty()
+    try:
+        with mixed_precision(case.f.tensor.device):
+            inside = Inside.of(network, case.m.tensor, case.f.tensor)
+            return Explanation(inside, case.f.image, case.m.image).certainty()
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("the GPU has too little memory to say how sure the network is: the report goes without")
+        return None
 
 
 def _score(case: Case, world: itk.WorldTransform, metrics: dict[str, float]) -> dict[str, dict[int, float]]:
