@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
     parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
     parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
     parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
+    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev")
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
@@ -62,14 +64,16 @@ def main() -> None:
     start = time.monotonic()
     if arguments.model is not None:
         model = load(arguments.model, device=device)
-        stages = [Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=1e-5, warm_up=100)]
+        stages = [
+            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=arguments.final_rate, warm_up=100)
+        ]
     else:
         model = carl(3, 2, width=arguments.width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)).to(
             device
         )
         stages = [
             Stage(arguments.diffusion, "diffusion", learning_rate=arguments.rate, warm_up=50),
-            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=2e-5, warm_up=50),
+            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=arguments.final_rate, warm_up=50),
         ]
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.images)} volumes", flush=True
@@ -92,8 +96,8 @@ def main() -> None:
         out=arguments.out / "run",
         seed=arguments.seed,
         validate=on_dev,
-        validate_every=500,
-        save_every=1000,
+        validate_every=arguments.validate_every,
+        save_every=arguments.validate_every,
         seconds=arguments.seconds,
         callback=show,
     )
@@ -109,8 +113,11 @@ def main() -> None:
         "seed": arguments.seed,
         "started_from": None if arguments.model is None else arguments.model.name,
         "training_seconds": round(trained, 1),
-        "synthetic": arguments.synthetic,
         "grid": arguments.side,
+        "settings": {
+            name: getattr(arguments, name)
+            for name in ("diffusion", "steps", "rate", "final_rate", "pairs", "width", "synthetic")
+        },
     }
     save(
         model,
@@ -182,8 +189,10 @@ class Data:
         return torch.cat(moving), torch.cat(fixed)
 
     def affine_noise(self, generator: torch.Generator) -> Affine:
+        """Scales vary more than angles: so do fields of view."""
         linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
-        shift = 0.06 * torch.randn(3, generator=generator)
+        linear += torch.diag(0.06 * torch.randn(3, generator=generator))
+        shift = 0.08 * torch.randn(3, generator=generator)
         centre = torch.full((3,), 0.5)
         return Affine.from_parts(linear[None], (centre - linear @ centre + shift)[None]).to(
             torch.empty(0, device=self.device)
