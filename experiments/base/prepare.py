@@ -5,7 +5,7 @@
 DATA holds `brain`, `abdomen` and `hippocampus`, each with `train` and `val` folders of NAME.nii.gz and
 NAME_labels.nii.gz. Scans are turned to the axis order and directions closest to RAS and stretched to the network's
 grid (hippocampus crops, which are small, keep their own). The last three training subjects of each set are kept back
-as `dev`, to choose on; labels are packed for `dev` and `val` only.
+as `dev`, to choose on.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def main() -> None:
             for path in paths[: arguments.most]:
                 side = None if name == "hippocampus" else SIDE
                 packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}"] = image(path, side)
-                if split != "train":
-                    labels = path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz"))
-                    packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}/labels"] = label_map(labels, side, name)
+                labels = path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz"))
+                packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}/labels"] = label_map(labels, side, name)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out, **packed)  # type: ignore[arg-type]
     print(f"{len(packed)} volumes, {arguments.out.stat().st_size / 2**20:.1f} MiB")

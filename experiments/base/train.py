@@ -33,6 +33,8 @@ from carlreg.transforms import Affine, Identity, Transform, warp
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
 """How often pairs of each set are drawn."""
+STRUCTURES = 14
+"""Labels that are learnt from, at most: all of the brain's and the abdomen's."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
     parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
     parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
+    parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -62,18 +65,21 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     data = Data(arguments.data, arguments.side, device)
     start = time.monotonic()
+    common: dict[str, Any] = {
+        "learning_rate": arguments.rate,
+        "final_learning_rate": arguments.final_rate,
+        "label_weight": arguments.label_weight,
+    }
     if arguments.model is not None:
         model = load(arguments.model, device=device)
-        stages = [
-            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=arguments.final_rate, warm_up=100)
-        ]
+        stages = [Stage(arguments.steps, warm_up=100, **common)]
     else:
         model = carl(3, 2, width=arguments.width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)).to(
             device
         )
         stages = [
             Stage(arguments.diffusion, "diffusion", learning_rate=arguments.rate, warm_up=50),
-            Stage(arguments.steps, learning_rate=arguments.rate, final_learning_rate=arguments.final_rate, warm_up=50),
+            Stage(arguments.steps, warm_up=50, **common),
         ]
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.images)} volumes", flush=True
@@ -91,7 +97,7 @@ def main() -> None:
 
     model = train(
         model,
-        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic),
+        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic, arguments.label_weight > 0),
         stages,
         out=arguments.out / "run",
         seed=arguments.seed,
@@ -116,7 +122,7 @@ def main() -> None:
         "grid": arguments.side,
         "settings": {
             name: getattr(arguments, name)
-            for name in ("diffusion", "steps", "rate", "final_rate", "pairs", "width", "synthetic")
+            for name in ("diffusion", "steps", "rate", "final_rate", "pairs", "width", "synthetic", "label_weight")
         },
     }
     save(
@@ -163,30 +169,38 @@ class Data:
             return scan
         return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
 
-    def draw(self, generator: torch.Generator, pairs: int, synthetic: float = 0.0) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, generator: torch.Generator, pairs: int, synthetic: float = 0.0, labelled: bool = False
+    ) -> tuple[Tensor, ...]:
         """Two different training subjects of one set, each turned, scaled, shifted and re-toned a little, both
-        perhaps mirrored left to right; or, for a share of the pairs, two views of one random anatomy."""
-        moving: list[Tensor] = []
-        fixed: list[Tensor] = []
+        perhaps mirrored left to right; or, for a share of the pairs, two views of one random anatomy. With their
+        structures if `labelled`."""
+        made = [self.draw_pair(generator, synthetic, labelled) for _ in range(pairs)]
+        return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
+
+    def draw_pair(self, generator: torch.Generator, synthetic: float, labelled: bool) -> list[Tensor]:
         weights = torch.tensor([MIX[name] for name in self.sets])
-        for _ in range(pairs):
-            if torch.rand((), generator=generator) < synthetic:
-                seed = int(torch.randint(2**62, (), generator=generator))
-                made = random_anatomy((self.side,) * 3, generator=torch.Generator(self.device).manual_seed(seed))
-                moving.append(made.moving)
-                fixed.append(made.fixed)
-                continue
+        if torch.rand((), generator=generator) < synthetic:
+            seed = int(torch.randint(2**62, (), generator=generator))
+            made = random_anatomy((self.side,) * 3, generator=torch.Generator(self.device).manual_seed(seed))
+            images, labels = [made.moving, made.fixed], [made.moving_labels, made.fixed_labels]
+        else:
             name = self.sets[int(torch.multinomial(weights, 1, generator=generator))]
             keys = self.names[name, "train"]
-            first, second = torch.randperm(len(keys), generator=generator)[:2].tolist()
             mirror = bool(torch.rand((), generator=generator) < 0.5)
-            for index, images in ((first, moving), (second, fixed)):
-                scan = self.image(keys[index])
-                scan = warp(scan, self.affine_noise(generator), like=scan, outside="zeros")
+            images, labels = [], []
+            for index in torch.randperm(len(keys), generator=generator)[:2].tolist():
+                scan, noise = self.image(keys[index]), self.affine_noise(generator)
                 gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
-                scan = scan.clamp(0, 1) ** gamma
-                images.append(scan.flip(2) if mirror else scan)
-        return torch.cat(moving), torch.cat(fixed)
+                seen = [warp(scan, noise, like=scan, outside="zeros").clamp(0, 1) ** gamma]
+                if labelled:
+                    known = self.images[f"{keys[index]}/labels"][None, None].float()
+                    seen.append(warp(known, noise, like=scan, mode="nearest", outside="zeros"))
+                seen = [image.flip(2) if mirror else image for image in seen]
+                images.append(seen[0])
+                labels += seen[1:]
+        values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
+        return [*images, *((map_ == values).byte() for map_ in labels if labelled)]
 
     def affine_noise(self, generator: torch.Generator) -> Affine:
         """Scales vary more than angles: so do fields of view."""

@@ -78,13 +78,12 @@ class Team:
             dist.barrier()
 
 
-def shared(draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def shared(draw: Callable[[torch.Generator], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """A function that draws the joined batch, as one that draws this process's part of it."""
 
-    def own(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def own(generator: torch.Generator) -> tuple[Tensor, ...]:
         team = Team.current()
-        moving, fixed = draw(generator)
-        return team.part(moving), team.part(fixed)
+        return tuple(team.part(drawn) for drawn in draw(generator))
 
     return own
 

@@ -250,9 +250,12 @@ class Loss:
     """Both directions added up."""
     regularity: Tensor
     """Before its weight."""
+    overlap: Tensor | None = None
+    """Of labels, both directions added up, before its weight; where labels were given."""
 
     def floats(self) -> dict[str, float]:
-        return {name: float(getattr(self, name).detach()) for name in ("total", "similarity", "regularity")}
+        parts = {name: getattr(self, name) for name in ("total", "similarity", "regularity", "overlap")}
+        return {name: float(part.detach()) for name, part in parts.items() if part is not None}
 
 
 def registration_loss(
@@ -269,6 +272,8 @@ def registration_loss(
     outside: Outside = "border",
     exact: bool = False,
     generator: torch.Generator | None = None,
+    labels: tuple[Tensor, Tensor] | None = None,
+    label_weight: float = 1.0,
 ) -> Loss:
     """sim(M ∘ φ_AB, F) + sim(F ∘ φ_BA, M) + λ · regularity, Eq. (gradicon_loss).
 
@@ -276,6 +281,9 @@ def registration_loss(
     image; "diffusion", for the first steps of training, ∇φ_AB − I. Both maps are evaluated once, at the voxels, and
     GradICON reads them off there, interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel
     jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
+
+    `labels` are what is known of the moving and of the fixed image, (B, K, *shape) each, from 0 to 1 for each of K
+    structures: their overlap, both ways, is added with its weight. The paper does without.
     """
     measure = find_similarity(similarity)
     ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
@@ -291,7 +299,23 @@ def registration_loss(
         regular = gradicon(phi_ab, phi_ba, jittered_points(moving, generator=generator))
     else:
         regular = gradicon_on_grid(dense_ab, dense_ba, moving, generator=generator)
-    return Loss(similar + weight * regular, similar, regular)
+    total = similar + weight * regular
+    if labels is None:
+        return Loss(total, similar, regular)
+    of_moving, of_fixed = labels
+    overlapping = overlap(of_moving, of_fixed, ab) + overlap(of_fixed, of_moving, ba)
+    return Loss(total + label_weight * overlapping, similar, regular, overlapping)
+
+
+def overlap(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
+    """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, φ being given at the voxels of F, (B, *shape, D):
+    the mean over the structures that both images show, 0 if there are none."""
+    axes = tuple(range(2, moving.dim()))
+    warped = interpolate(moving, points)
+    common, sizes = (warped * fixed).sum(axes), warped.sum(axes) + fixed.sum(axes)
+    shown = (moving.amax(axes) > 0) & (fixed.amax(axes) > 0)
+    apart = 1 - 2 * common / sizes.clamp(min=1e-3)
+    return (apart * shown).sum() / shown.sum().clamp(min=1)
 
 
 def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:

@@ -31,8 +31,9 @@ from carlreg.transforms import Affine, random_rotation
 
 logger = logging.getLogger(__name__)
 
-Draw = Callable[[torch.Generator], tuple[Tensor, Tensor]]
-"""Moving and fixed images of one step, (B, C, *shape) each, chosen with the generator (a CPU one) and nothing else.
+Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
+"""Moving and fixed images of one step, (B, C, *shape) each, chosen with the generator (a CPU one) and nothing else; and
+for stages with a `label_weight`, the structures that they show, (B, K, *shape) each, from 0 to 1.
 
 Where several processes train together, each draws its own part of the joined batch, with a generator in the same state
 everywhere and left in the same state: `carlreg.distributed.shared` makes such a function of one that draws the whole.
@@ -56,6 +57,8 @@ class Stage:
     warm_up: int = 0
     """Steps over which the learning rate grows from zero: for an optimiser that starts anew on a trained network."""
     similarity: str = "lncc"
+    label_weight: float = 0.0
+    """Of the overlap of labels, which must then be drawn with the images. The paper trains without."""
     refine: bool = False
     """Append a refinement, with its last convolution at zero, before the first step."""
     rotate: bool = False
@@ -163,9 +166,10 @@ def train(
                 keep.checkpoint(model, runner, {**state, "stage": number, "step": step})
                 return model.eval()
             choice = torch.Generator().manual_seed(_mix(seed, number, step))
-            moving, fixed = (image.to(device, non_blocking=True) for image in draw(choice))
-            rotations = _rotations(moving, fixed, choice, team) if stage.rotate else None
-            loss = runner(moving, fixed, stage.rate(step), _mix(seed, number, step) + 1, rotations)
+            drawn = [part.to(device, non_blocking=True) for part in draw(choice)]
+            rotations = _rotations(drawn[0], drawn[1], choice, team) if stage.rotate else None
+            labels = _labels_of(drawn) if stage.label_weight else None
+            loss = runner(drawn[0], drawn[1], stage.rate(step), _mix(seed, number, step) + 1, rotations, labels)
             last = step + 1 == stage.steps
             if last or (step + 1) % log_every == 0:
                 state["skipped"] = before + int(runner.skipped)
@@ -196,6 +200,12 @@ def _training_mode(model: nn.Module, freeze_batch_norm: bool) -> None:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
+
+
+def _labels_of(drawn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if len(drawn) != 4:
+        raise ValueError(f"{len(drawn)} tensors were drawn; expected 4 for a stage with a label weight: images, labels")
+    return drawn[2], drawn[3]
 
 
 def _rotations(moving: Tensor, fixed: Tensor, generator: torch.Generator, team: Team) -> Tensor:
@@ -251,32 +261,40 @@ class TrainingStep:
         # cuBLAS keeps a workspace per stream: graphs captured on one stream could not be replayed side by side.
         self.stream = torch.cuda.Stream() if captured else None
 
-    def __call__(self, moving: Tensor, fixed: Tensor, rate: float, seed: int, rotations: Tensor | None = None) -> Loss:
+    def __call__(
+        self,
+        moving: Tensor,
+        fixed: Tensor,
+        rate: float,
+        seed: int,
+        rotations: Tensor | None = None,
+        labels: tuple[Tensor, Tensor] | None = None,
+    ) -> Loss:
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
         if self.stream is None:
-            return self._run(moving, fixed, rotations)
+            return self._run(moving, fixed, labels, rotations)
         if self.graph is None and self.warm < 3:  # kernels are chosen and compiled before anything is captured
             self.warm += 1
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self._run(moving, fixed)
+                result = self._run(moving, fixed, labels)
             torch.cuda.current_stream().wait_stream(self.stream)
             return result
         if self.graph is None:
-            self.moving, self.fixed = moving.clone(), fixed.clone()
+            self.inputs = [part.clone() for part in (moving, fixed, *(labels or ()))]
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
             self.optimizer.zero_grad(set_to_none=True)
             with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self._run(self.moving, self.fixed)
-        if moving.shape != self.moving.shape or fixed.shape != self.fixed.shape:
-            raise ValueError(
-                f"images changed shape from {tuple(self.moving.shape)} to {tuple(moving.shape)} within a stage; "
-                "expected one shape, or graphs=False"
-            )
-        self.moving.copy_(moving)
-        self.fixed.copy_(fixed)
+                self.result = self._run(self.inputs[0], self.inputs[1], _pair(self.inputs[2:]))
+        for kept, new in zip(self.inputs, (moving, fixed, *(labels or ())), strict=True):
+            if new.shape != kept.shape:
+                raise ValueError(
+                    f"images or labels changed shape from {tuple(kept.shape)} to {tuple(new.shape)} within a stage; "
+                    "expected one shape, or graphs=False"
+                )
+            kept.copy_(new)
         self.graph.replay()
         return self.result
 
@@ -284,7 +302,13 @@ class TrainingStep:
         """Of the last step's first pair, in per cent; NaN where an axis is too short to tell."""
         return math.nan if min(self.image.shape[2:]) < 3 else folding(self.phi, self.image)
 
-    def _run(self, moving: Tensor, fixed: Tensor, rotations: Tensor | None = None) -> Loss:
+    def _run(
+        self,
+        moving: Tensor,
+        fixed: Tensor,
+        labels: tuple[Tensor, Tensor] | None,
+        rotations: Tensor | None = None,
+    ) -> Loss:
         algorithm = self.model if rotations is None else Augmented(self.model, lambda _: Affine(rotations))
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
@@ -300,11 +324,14 @@ class TrainingStep:
             regularity=self.stage.regularity,
             weight=self.stage.weight,
             generator=self.generator,
+            labels=None if labels is None else (labels[0].float(), labels[1].float()),
+            label_weight=self.stage.label_weight,
         )
         loss.total.backward()
         self.phi, self.image = phi[:1].detach(), fixed[:1]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        values = [part.detach().clone() for part in (loss.total, loss.similarity, loss.regularity)]
+        parts = (loss.total, loss.similarity, loss.regularity, loss.overlap)
+        values = [part.detach().clone() for part in parts if part is not None]
         self.team.average([*gradients, *statistics, *values])  # before the check: all leave out the same steps
         finite = torch.stack(torch._foreach_norm([*gradients, *statistics])).isfinite().all()
         self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # Adam leaves such a step out
@@ -315,6 +342,10 @@ class TrainingStep:
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
         return Loss(*values)
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    return (tensors[0], tensors[1]) if tensors else None
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
