@@ -289,10 +289,27 @@ def test_given_pairs_with_landmarks(scans: Path, tmp_path: Path, capsys: pytest.
     assert all(e["validation"] < 0 for e in entries(tmp_path / "run") if "validation" in e)
 
 
+def test_learning_from_labels(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--label-weight", "1", "--no-tensorboard"]
+    assert main(command(scans / "scans.csv", tmp_path / "run", *more)) == 0
+    losses = [entry["losses"] for entry in entries(tmp_path / "run") if "losses" in entry]
+    assert all(0 < part["overlap"] < 2 for part in losses)
+    weights = {"similarity": 1.0, "regularity": 1.5, "overlap": 1.0}
+    for part in losses:
+        assert part["total"] == pytest.approx(sum(weight * part[name] for name, weight in weights.items()), rel=1e-4)
+    rows = [f"{scans}/s{i}.nii.gz" for i in range(4)]
+    (tmp_path / "bare.csv").write_text("\n".join(["image", *rows]) + "\n")
+    message = fails(command(tmp_path / "bare.csv", tmp_path / "bare", *more, "--val-fraction", "0"), capsys)
+    assert "fewer than two of the training images" in message
+    assert not (tmp_path / "bare").exists()
+    fails(command(scans / "scans.csv", tmp_path / "other", "--label-weight", "-1"), capsys, 2)
+
+
 def test_two_processes_do_what_one_does(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Started by the command itself, by lightning-fabric."""
     pytest.importorskip("lightning_fabric")
     more = ["--freeze-batch-norm", "--no-tensorboard", "--steps", "1", "--diffusion-steps", "1", "--rotate"]
+    more += ["--label-weight", "1"]
     process = start(command(scans / "scans.csv", tmp_path / "two", "--devices", "2", *more))
     _, words = process.communicate(timeout=120)
     assert process.returncode == 0, words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from carlreg.augmentation import Augmentation, apply
 from carlreg.datasets import cache, manifest
 from carlreg.datasets.cache import Prepared, choose_grid, prepare
 from carlreg.datasets.manifest import Case, Cohort, DatasetError, Pair
-from carlreg.datasets.pairs import TrainingPairs, Validation, read_points
+from carlreg.datasets.pairs import STRUCTURES, TrainingPairs, Validation, read_points
 
 pytest.importorskip("SimpleITK")
 
@@ -331,19 +332,48 @@ def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rng = torch.Generator().manual_seed(1)
     eye = constant_images(1)[0].world_to_unit
-    prepared = [
-        Prepared(torch.randint(255, (1, 8, 8), generator=rng).byte(), None, eye, (7.0, 7.0), "", "") for _ in range(5)
-    ]
+
+    def noise(most: int) -> torch.Tensor:
+        return torch.randint(most, (1, 8, 8), generator=rng).byte()
+
+    prepared = [Prepared(noise(255), noise(30), eye, (7.0, 7.0), "", "") for _ in range(5)]
     cohort = Cohort(tuple(Case(Path(str(i))) for i in range(5)))
 
     def part(rank: int, size: int) -> torch.Tensor:
         monkeypatch.setattr(Team, "current", lambda: Team(rank, size))
-        draw = TrainingPairs(cohort, prepared, batch=4, device=CPU, augmentation=Augmentation(flips=True))
-        return torch.stack(draw(torch.Generator().manual_seed(3)))
+        draw = TrainingPairs(
+            cohort, prepared, batch=4, device=CPU, augmentation=Augmentation(flips=True), labelled=True
+        )
+        moving, fixed, *structures = draw(torch.Generator().manual_seed(3))
+        assert [part.shape[1] for part in structures] == [STRUCTURES] * 2
+        return torch.stack([torch.cat([moving, structures[0]], dim=1), torch.cat([fixed, structures[1]], dim=1)])
 
     whole = part(0, 1)
     assert torch.equal(part(0, 2), whole[:, 0::2])
     assert torch.equal(part(1, 2), whole[:, 1::2])
+
+
+def test_structures_are_those_that_both_images_show() -> None:
+    """Images show their own labels, so that what was drawn can be checked against what is seen."""
+    rng = torch.Generator().manual_seed(2)
+    shown = [(3, 7, 200), (7, 200, 9), (4, 200), ()]
+    plain = constant_images(4)
+    maps = [torch.tensor((0, *values))[torch.randint(len(values) + 1, (1, 8, 8), generator=rng)] for values in shown]
+    prepared = [replace(case, image=m.byte(), labels=m.byte()) for case, m in zip(plain, maps, strict=True)]
+    prepared[3] = replace(prepared[3], labels=None)
+    cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)))
+    still = Augmentation(affine=0)
+    draw = TrainingPairs(cohort, prepared, batch=40, device=CPU, augmentation=still, labelled=True)
+    moving, fixed, of_moving, of_fixed = draw(torch.Generator().manual_seed(0))
+    for m, f, mm, ff in zip((255 * moving).round(), (255 * fixed).round(), of_moving, of_fixed, strict=True):
+        common = sorted((set(m.unique().tolist()) & set(f.unique().tolist())) - {0})
+        expected = {tuple((m == value).flatten().tolist()) for value in common}
+        used = [number for number in range(STRUCTURES) if mm[number].any()]
+        assert {tuple(mm[number].bool().flatten().tolist()) for number in used} == expected
+        assert [number for number in range(STRUCTURES) if ff[number].any()] == used
+        for number in used:
+            value = m[mm[number][None].bool()].unique()
+            assert torch.equal(f == value, ff[number][None].bool())
 
 
 def test_flips_and_permutations_are_exact_and_common_to_the_pair() -> None:

@@ -32,6 +32,11 @@ def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return blobs(generator), blobs(generator)
 
 
+def labelled(generator: torch.Generator) -> tuple[Tensor, ...]:
+    images = draw(generator)
+    return (*images, *((image > 0.5).byte() for image in images))
+
+
 def network() -> RegistrationAlgorithm:
     torch.manual_seed(0)
     return carl(2, 2, width=4, **SMALL)
@@ -232,12 +237,21 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         train(network(), draw, [Stage(2)], out=tmp_path)
 
 
+def test_labels_are_learnt_from_where_a_stage_says_so(tmp_path: Path) -> None:
+    stages = [Stage(2), Stage(2, label_weight=0.5)]
+    train(network(), labelled, stages, out=tmp_path / "some", log_every=1)
+    parts = [json.loads(line)["losses"] for line in (tmp_path / "some" / "log.jsonl").open()]
+    assert ["overlap" in part for part in parts] == [False, False, True, True]
+    with pytest.raises(ValueError, match="2 tensors were drawn; expected 4"):
+        train(network(), draw, stages, out=tmp_path / "none")
+
+
 @pytest.mark.gpu
-def test_graphs_change_nothing_but_speed(tmp_path: Path) -> None:
-    models = []
+@pytest.mark.parametrize("label_weight", [0.0, 1.0])
+def test_graphs_change_nothing_but_speed(tmp_path: Path, label_weight: float) -> None:
+    stage = Stage(8, label_weight=label_weight)
     for graphs in (False, True):
-        model = train(network().cuda(), draw, [Stage(8)], out=tmp_path / str(graphs), graphs=graphs, log_every=1)
-        models.append(model)
+        train(network().cuda(), labelled, [stage], out=tmp_path / str(graphs), graphs=graphs, log_every=1)
     logs = [
         [json.loads(line)["losses"]["total"] for line in (tmp_path / f / "log.jsonl").open()] for f in ("False", "True")
     ]

@@ -309,13 +309,13 @@ def registration_loss(
 
 def overlap(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
     """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, φ being given at the voxels of F, (B, *shape, D):
-    the mean over the structures that both images show, 0 if there are none."""
+    for each pair the mean over the structures that both images show, 0 if there are none; then the mean over pairs."""
     axes = tuple(range(2, moving.dim()))
     warped = interpolate(moving, points)
     common, sizes = (warped * fixed).sum(axes), warped.sum(axes) + fixed.sum(axes)
     shown = (moving.amax(axes) > 0) & (fixed.amax(axes) > 0)
     apart = 1 - 2 * common / sizes.clamp(min=1e-3)
-    return (apart * shown).sum() / shown.sum().clamp(min=1)
+    return ((apart * shown).sum(1) / shown.sum(1).clamp(min=1)).mean()
 
 
 def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:

@@ -91,6 +91,8 @@ class Settings:
     regularity: float = 1.5
     """λ."""
     similarity: str = "lncc"
+    label_weight: float = 0.0
+    """Of the overlap of the training images' labels; the paper does without."""
     affine_noise: float = 0.05
     flips: bool = True
     permutations: bool = False
@@ -109,7 +111,7 @@ class Settings:
         for name in ("batch", "steps", "validation_pairs", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < (name != "steps"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {int(name != 'steps')} or more")
-        for name in ("rate", "regularity", "affine_noise"):
+        for name in ("rate", "regularity", "label_weight", "affine_noise"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
         if self.similarity not in SIMILARITIES:
@@ -133,6 +135,7 @@ class Settings:
             "weight": self.regularity,
             "learning_rate": self.rate,
             "similarity": self.similarity,
+            "label_weight": self.label_weight,
             "rotate": rotate,
         }
         later = {**common, "final_learning_rate": self.final_rate}
@@ -192,6 +195,11 @@ def run(
     path = None if settings.is_new else _model_file(settings)
     known = {} if path is None else read_metadata(path)
     training, validation = manifest.read(data, val=val, fraction=settings.validation_fraction)
+    if settings.label_weight and sum(case.labels is not None for case in training.cases) < 2:
+        raise manifest.DatasetError(
+            f"label_weight is {settings.label_weight:g}, but fewer than two of the training images in {data} have "
+            "labels; expected label maps for some of them, or a weight of 0"
+        )
     cohorts = [cohort for cohort in (training, validation) if cohort is not None]
     cases = [case for cohort in cohorts for case in cohort.cases]
     dim = cache.dimension(cases)
@@ -246,6 +254,7 @@ def run(
         batch=settings.batch,
         device=place,
         augmentation=Augmentation(settings.affine_noise, settings.flips, settings.permutations),
+        labelled=settings.label_weight > 0,
     )
     judge = None
     if validation is not None and team.leads:
@@ -264,7 +273,7 @@ def run(
     board = Board(folder / BOARD, done) if wanted and team.leads else None
     now = done
 
-    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
         nonlocal now
         now += 1
         return pairs(generator)

@@ -70,6 +70,10 @@ def train(
     ] = None,
     regularity: Annotated[float, typer.Option(help="Weight of the regulariser.", rich_help_panel=SCHEDULE)] = 1.5,
     similarity: Annotated[str, typer.Option(help="lncc, lncc2, mind or ssd.", rich_help_panel=SCHEDULE)] = "lncc",
+    label_weight: Annotated[
+        float,
+        typer.Option(help="Weight of the overlap of the training images' labels.", rich_help_panel=SCHEDULE),
+    ] = 0.0,
     freeze_batch_norm: Annotated[
         bool, typer.Option("--freeze-batch-norm", help="Keep BatchNorm's statistics.", rich_help_panel=SCHEDULE)
     ] = False,
@@ -144,6 +148,7 @@ def train(
             final_rate=final_rate,
             regularity=regularity,
             similarity=similarity,
+            label_weight=label_weight,
             affine_noise=affine_noise,
             flips=flips,
             permutations=permute,

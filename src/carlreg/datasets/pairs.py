@@ -39,8 +39,13 @@ def intensities(images: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(images)).to(device, non_blocking=True).float() / 255
 
 
+STRUCTURES = 16
+"""Of a pair, at most, that are learnt from in one step: so many maps of the image's size are held in memory."""
+
+
 class TrainingPairs:
-    """Draws a batch of pairs, each varied as the augmentation says.
+    """Draws a batch of pairs, each varied as the augmentation says; `labelled`, with structures that both images show,
+    chosen anew each time where there are many.
 
     Of several processes that train together, each makes its own part of the batch. All random numbers are drawn for
     the whole, so that the parts fit together whatever their number.
@@ -56,6 +61,7 @@ class TrainingPairs:
         batch: int,
         device: torch.device,
         augmentation: Augmentation | None = None,
+        labelled: bool = False,
     ) -> None:
         if batch < 1:
             raise ValueError(f"the batch is {batch}; expected 1 or more")
@@ -63,12 +69,20 @@ class TrainingPairs:
         self.augmentation = augmentation or Augmentation()
         self.images = hold([case.image for case in prepared], device)
         self.dim = prepared[0].image.dim() - 1
+        self.labels: Sequence[Tensor] = ()
+        if labelled:
+            known = [torch.zeros_like(case.image) if case.labels is None else case.labels for case in prepared]
+            self.labels = hold(known, device)
+            self.values = [set(labels.unique().tolist()) - {0} for labels in known]
 
-    def __call__(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def __call__(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         chosen = torch.tensor([self._choose(generator) for _ in range(self.batch)])  # (B, 2): moving, fixed
         maps = self.augmentation.draw(self.batch, self.dim, generator)
-        moving, fixed = (self._part(chosen[:, i], maps[i].matrix) for i in range(2))
-        return moving, fixed
+        images = [self._part(chosen[:, i], maps[i].matrix) for i in range(2)]
+        if not self.labels:
+            return tuple(images)
+        values = torch.stack([self._pick(moving, fixed, generator) for moving, fixed in chosen.tolist()])
+        return (*images, *(self._structures(chosen[:, i], maps[i].matrix, values) for i in range(2)))
 
     def _choose(self, generator: torch.Generator) -> tuple[int, int]:
         if self.pairs is not None:
@@ -81,6 +95,20 @@ class TrainingPairs:
         team = Team.current()
         images = intensities([self.images[i] for i in team.part(indices).tolist()], self.device)
         return apply(Affine(team.part(matrices)), images)
+
+    def _pick(self, moving: int, fixed: int, generator: torch.Generator) -> Tensor:
+        """Labels that both have, (STRUCTURES,), filled up with 0."""
+        common = sorted(self.values[moving] & self.values[fixed])
+        order = torch.randperm(len(common), generator=generator)[:STRUCTURES].tolist()
+        return torch.tensor([common[i] for i in order] + [0] * (STRUCTURES - len(order)))
+
+    def _structures(self, indices: Tensor, matrices: Tensor, values: Tensor) -> Tensor:
+        """One map for each of the labels, (B, STRUCTURES, *grid): 1 where it is, else 0."""
+        team = Team.current()
+        labels = torch.stack([self.labels[i] for i in team.part(indices).tolist()]).to(self.device).float()
+        warped = warp(labels, Affine(team.part(matrices)).to(labels), like=labels, mode="nearest")
+        wanted = team.part(values).to(self.device).reshape(-1, STRUCTURES, *[1] * self.dim)
+        return ((warped == wanted) & (wanted > 0)).byte()
 
 
 @dataclass(frozen=True)
