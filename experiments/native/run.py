@@ -78,10 +78,7 @@ def main() -> None:
                     continue
                 row = register(arguments.data / name / "val", same, arguments.work / "pair", arguments.model)
                 if place:
-                    shutil.rmtree(place, ignore_errors=True)
-                    place.mkdir(parents=True)
-                    for file_name in KEPT:
-                        shutil.copy(arguments.work / "pair" / file_name, place / file_name)
+                    keep(arguments.work / "pair", place)
                 if number == 0:
                     shutil.copy(arguments.work / "pair" / "warped.nii.gz", arguments.work / f"{name}_{kind}.nii.gz")
                 report["rows"] = [*(one for one in report["rows"] if one is not known), row]
@@ -103,20 +100,30 @@ def validation_pairs(folder: Path, name: str) -> list[tuple[str, str]]:
         path.name.removesuffix(".nii.gz") for path in folder.glob("*.nii.gz") if "_labels" not in path.name
     )
     pairs = [(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
+    if not pairs:
+        sys.exit(f"{folder} holds {len(subjects)} images; expected at least two, NAME.nii.gz with NAME_labels.nii.gz")
     if name == "hippocampus":
         pairs = random.Random(0).sample(pairs, min(40, len(pairs)))
     return random.Random(SEED).sample(pairs, len(pairs))
 
 
+def keep(work: Path, place: Path) -> None:
+    """Copy what is kept of a registration, its report last."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name in KEPT:
+        shutil.copy(work / name, place / name)
+
+
 def is_kept(place: Path | None, weights: str) -> bool:
-    """Whether a pair's folder is complete, by these weights. Its report is written last."""
+    """Whether a pair's folder is complete, and by these weights."""
     if place is None:
         return True
     try:
         report = json.loads((place / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(report["model"].get("sha256") == weights) and all((place / name).is_file() for name in KEPT)
+    return bool(report.get("model", {}).get("sha256") == weights) and all((place / name).is_file() for name in KEPT)
 
 
 def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict[str, Any]:
@@ -152,12 +159,17 @@ def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict
 
 
 def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
-    """Dice when each image's box, turned closest to RAS, is laid onto the other's."""
-    f, m = (images.to_closest_ras(images.read_labels(path)) for path in (fixed, moving))
-    onto = itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
-    warped = itk.apply(onto, m, f, "nearest")
+    """Dice with the two boxes laid onto one another."""
+    f, m = (images.read_labels(path) for path in (fixed, moving))
+    warped = itk.apply(boxes(f, m), m, f, "nearest")
     first, second = (torch.from_numpy(one.data.astype(np.int64))[None, None] for one in (warped, f))
     return mean_score(dice(first, second, labels))
+
+
+def boxes(fixed: images.Image, moving: images.Image) -> itk.WorldTransform:
+    """T that lays the fixed image's box, turned closest to RAS, onto the moving image's."""
+    f, m = images.to_closest_ras(fixed), images.to_closest_ras(moving)
+    return itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
 
 
 def groups(report: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -196,8 +208,7 @@ def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image
 
     f, m = images.read(folder / f"{fixed}.nii.gz"), images.read(folder / f"{moving}.nii.gz")
     labels = images.to_closest_ras(images.read_labels(folder / f"{fixed}_labels.nii.gz"))
-    onto = images.to_closest_ras(m).unit_to_world() @ images.to_closest_ras(f).world_to_unit()
-    panels = {"fixed": f, "moving, stretched": itk.apply(itk.WorldTransform.linear(onto), m, f), **shown}
+    panels = {"fixed": f, "moving, stretched": itk.apply(boxes(f, m), m, f), **shown}
     middle = int(np.argmax((labels.data > 0).sum(axis=(0, 1))))
     figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.4), squeeze=False)
     for axis, (title, image) in zip(axes[0], panels.items(), strict=True):
