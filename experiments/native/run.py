@@ -3,8 +3,10 @@
     python experiments/native/run.py ../shared/data work --pairs 4 --kinds network fields
 
 Each pair is one command, as a user would give it. Results are kept in results/native.json after every pair; what is
-there already is skipped, so that the run can be stopped and started again. `work` holds one registration at a time,
-and the warped images of each set's first pair, for its picture.
+there already by the same model is skipped, so that the run can be stopped and started again. `work` holds one
+registration at a time, and the warped images of each set's first pair, for its picture. `--keep FOLDER` keeps each
+pair's transforms and report in FOLDER/SET/KIND/MOVING_to_FIXED, for `carl evaluate` and experiments/accuracy; pairs
+that it lacks are run again.
 Dice "before" is with the headers as they are, and with the fixed and the moving image's boxes laid onto one another
 ("stretched"), which is what the network starts from; "better" means better than both.
 """
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 
 from carlreg import images, itk
+from carlreg.inputs import find_model, sha256
 from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
 
@@ -43,6 +46,7 @@ KINDS = {
     "rigid-attention": ["--transform", "rigid", "--fit-to", "attention"],
 }
 SEED = 0
+KEPT = ("transform.h5", "inverse_transform.h5", "report.json")
 
 
 def main() -> None:
@@ -52,6 +56,8 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["network", "fields"])
     parser.add_argument("--pairs", type=int, help="of each set, drawn with a fixed seed; all of them if left out")
+    parser.add_argument("--model", default="default", help="a model's name or file; the default model if left out")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each pair's transforms and report there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     for folder in (arguments.out, arguments.work):
@@ -59,19 +65,23 @@ def main() -> None:
     file = arguments.out / "native.json"
     report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": []}
     report |= {"machine": machine(), "seed": SEED, "torch": torch.__version__}
-    done = {(row["set"], row["fixed"], row["moving"], row["kind"]) for row in report["rows"]}
+    weights = sha256(find_model(arguments.model))
     for name in arguments.sets:
-        pairs = validation_pairs(arguments.data / name / "val", name)
-        if arguments.pairs is not None:
-            pairs = random.Random(SEED).sample(pairs, min(arguments.pairs, len(pairs)))
+        pairs = validation_pairs(arguments.data / name / "val", name)[: arguments.pairs]
         for number, (fixed, moving) in enumerate(pairs):
             for kind in arguments.kinds:
-                if (name, fixed, moving, kind) in done:
+                same = {"set": name, "fixed": fixed, "moving": moving, "kind": kind}
+                known = next((row for row in report["rows"] if same.items() <= row.items()), None)
+                place = arguments.keep and arguments.keep / name / kind / f"{moving}_to_{fixed}"
+                # Rows of old do not say by which model they are.
+                if known and known.get("model", {}).get("sha256", weights) == weights and is_kept(place, weights):
                     continue
-                row = register(arguments.data / name / "val", name, fixed, moving, kind, arguments.work / "pair")
+                row = register(arguments.data / name / "val", same, arguments.work / "pair", arguments.model)
+                if place:
+                    keep(arguments.work / "pair", place)
                 if number == 0:
                     shutil.copy(arguments.work / "pair" / "warped.nii.gz", arguments.work / f"{name}_{kind}.nii.gz")
-                report["rows"].append(row)
+                report["rows"] = [*(one for one in report["rows"] if one is not known), row]
                 write_atomically(file, (json.dumps(report, indent=1) + "\n").encode())
                 write_atomically(arguments.out / "table.md", table(report).encode())
                 print(json.dumps({k: v for k, v in row.items() if k != "labels"}), flush=True)
@@ -84,18 +94,44 @@ def main() -> None:
 
 
 def validation_pairs(folder: Path, name: str) -> list[tuple[str, str]]:
-    """Ordered pairs of different subjects: all of them, or for the hippocampus 40 drawn with seed 0."""
+    """Ordered pairs of different subjects: all of them, or for the hippocampus 40 drawn with seed 0. Their order is
+    drawn with a fixed seed, so that the first few are always the same and no subject comes first."""
     subjects = sorted(
         path.name.removesuffix(".nii.gz") for path in folder.glob("*.nii.gz") if "_labels" not in path.name
     )
     pairs = [(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
-    return random.Random(0).sample(pairs, 40) if name == "hippocampus" else pairs
+    if not pairs:
+        sys.exit(f"{folder} holds {len(subjects)} images; expected at least two, NAME.nii.gz with NAME_labels.nii.gz")
+    if name == "hippocampus":
+        pairs = random.Random(0).sample(pairs, min(40, len(pairs)))
+    return random.Random(SEED).sample(pairs, len(pairs))
 
 
-def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: Path) -> dict[str, Any]:
-    """One command, its time and memory, and the scores of its labels."""
+def keep(work: Path, place: Path) -> None:
+    """Copy what is kept of a registration, its report last."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name in KEPT:
+        shutil.copy(work / name, place / name)
+
+
+def is_kept(place: Path | None, weights: str) -> bool:
+    """Whether a pair's folder is complete, and by these weights."""
+    if place is None:
+        return True
+    try:
+        report = json.loads((place / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(report.get("model", {}).get("sha256") == weights) and all((place / name).is_file() for name in KEPT)
+
+
+def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict[str, Any]:
+    """One command on a pair of a set, by its kind; its time and memory, and the scores of its labels."""
+    name, fixed, moving, kind = (pair[key] for key in ("set", "fixed", "moving", "kind"))
     shutil.rmtree(work, ignore_errors=True)
     words = [sys.executable, "-m", "carlreg", "register", "--quiet", "--device", "cpu", "--seed", str(SEED)]
+    words += ["--model", model]
     words += ["-f", str(folder / f"{fixed}.nii.gz"), "-m", str(folder / f"{moving}.nii.gz"), "-o", str(work)]
     segs = {side: folder / f"{case}_labels.nii.gz" for side, case in (("fixed", fixed), ("moving", moving))}
     words += ["--fixed-seg", str(segs["fixed"]), "--moving-seg", str(segs["moving"]), *KINDS[kind]]
@@ -107,11 +143,9 @@ def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: 
         when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in told["dice"].items()
     }
     return {
-        "set": name,
-        "fixed": fixed,
-        "moving": moving,
-        "kind": kind,
+        **pair,
         "commit": commit(),
+        "model": {key: told["model"].get(key) for key in ("name", "sha256")},
         "before_headers": mean_score(wanted["before"]),
         "before_stretched": stretched(segs["fixed"], segs["moving"], SETS[name]),
         "after": mean_score(wanted["after"]),
@@ -125,12 +159,17 @@ def register(folder: Path, name: str, fixed: str, moving: str, kind: str, work: 
 
 
 def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
-    """Dice when each image's box, turned closest to RAS, is laid onto the other's."""
-    f, m = (images.to_closest_ras(images.read_labels(path)) for path in (fixed, moving))
-    onto = itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
-    warped = itk.apply(onto, m, f, "nearest")
+    """Dice with the two boxes laid onto one another."""
+    f, m = (images.read_labels(path) for path in (fixed, moving))
+    warped = itk.apply(boxes(f, m), m, f, "nearest")
     first, second = (torch.from_numpy(one.data.astype(np.int64))[None, None] for one in (warped, f))
     return mean_score(dice(first, second, labels))
+
+
+def boxes(fixed: images.Image, moving: images.Image) -> itk.WorldTransform:
+    """T that lays the fixed image's box, turned closest to RAS, onto the moving image's."""
+    f, m = images.to_closest_ras(fixed), images.to_closest_ras(moving)
+    return itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
 
 
 def groups(report: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -169,8 +208,7 @@ def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image
 
     f, m = images.read(folder / f"{fixed}.nii.gz"), images.read(folder / f"{moving}.nii.gz")
     labels = images.to_closest_ras(images.read_labels(folder / f"{fixed}_labels.nii.gz"))
-    onto = images.to_closest_ras(m).unit_to_world() @ images.to_closest_ras(f).world_to_unit()
-    panels = {"fixed": f, "moving, stretched": itk.apply(itk.WorldTransform.linear(onto), m, f), **shown}
+    panels = {"fixed": f, "moving, stretched": itk.apply(boxes(f, m), m, f), **shown}
     middle = int(np.argmax((labels.data > 0).sum(axis=(0, 1))))
     figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.4), squeeze=False)
     for axis, (title, image) in zip(axes[0], panels.items(), strict=True):

@@ -560,7 +560,8 @@ class Evaluation:
         from matplotlib.figure import Figure
 
         count = len(self.methods)
-        figure = Figure(figsize=(2 + 0.35 * len(self.labels) * (count + 0.5), 4), layout="constrained")
+        width = 2 + 0.35 * len(self.labels) * (count + 0.5)
+        figure = Figure(figsize=(min(max(width, 7), 14), 4), layout="constrained")
         axes = figure.subplots()
         for number, method in enumerate(self.methods):
             places = [place * (count + 1) + number for place in range(len(self.labels))]
@@ -578,7 +579,7 @@ class Evaluation:
         middle = [place * (count + 1) + (count - 1) / 2 for place in range(len(self.labels))]
         axes.set_xticks(middle, [self.label_name(label) for label in self.labels], rotation=45, ha="right")
         axes.set(ylabel="Dice", ylim=(0, 1))
-        axes.legend()
+        figure.legend(loc="outside upper center", ncols=3)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=120)
         return buffer.getvalue()

@@ -1,0 +1,385 @@
+"""How good CARL is on the validation pairs, beside ANTs SyNQuick on the same pairs, in the images' own space.
+
+    python experiments/native/run.py ../shared/data work --kinds network fields --keep work/carl
+    python experiments/accuracy/run.py ../shared/data work
+
+Brains by 14 subcortical structures, abdomens by 13 organs and by 5 of them, all ordered pairs; hippocampi by 2 parts,
+40 pairs. CARL's registrations are those that experiments/native kept in work/carl/SET/KIND/PAIR; where one is missing,
+`carl register` makes it. ANTs' are in work/ants/SET/PAIR, as `carl evaluate --save` keeps them; where one is missing,
+ANTs is run, which takes minutes. A registration is scored once: its row in results/SET.json has the checksum of its
+transform. So the run can be stopped, and goes on where it was.
+
+Writes results/SET.json, the box plots SET.png, the best, median and worst pair SET_pairs.png, and table.md of all sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carlreg import itk
+from carlreg.baselines import BASELINES, cached
+from carlreg.datasets import learn2reg, oasis
+from carlreg.datasets.tables import Pair
+from carlreg.evaluation import FIGURES, Evaluation, Method, Result, Scores, identity, in_folder, score
+from carlreg.images import Image, read_labels, to_closest_ras
+from carlreg.inputs import find_model, sha256
+from carlreg.metrics import mean_score
+from carlreg.models import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.native.run import SEED, SETS, boxes, commit, is_kept, keep, machine, register, validation_pairs
+
+RESULTS = Path(__file__).with_name("results")
+NAMES = {"brain": oasis.LABELS, "abdomen": learn2reg.LABELS, "hippocampus": {1: "anterior", 2: "posterior"}}
+TASKS = {
+    "brain, 14 subcortical structures": ("brain", SETS["brain"]),
+    "abdomen, 13 organs": ("abdomen", SETS["abdomen"]),
+    "abdomen, 5 organs: spleen, kidneys, liver, pancreas": ("abdomen", (1, 2, 3, 6, 11)),
+    "hippocampus, 2 parts": ("hippocampus", SETS["hippocampus"]),
+}
+CARL = {"CARL": "network", "CARL with optimisation": "fields"}
+"""Our methods, and what experiments/native calls them."""
+BEST, ANTS = "CARL with optimisation", "ANTs SyNQuick"
+METHODS = ("unregistered", "boxes laid onto one another", *CARL, ANTS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--pairs", type=int, help="the first so many of each set, in an order drawn with a fixed seed")
+    parser.add_argument("--model", default="default", help="a model's name or file; the default model if left out")
+    parser.add_argument("--kept", type=Path, help="where experiments/native kept registrations; WORK/carl if left out")
+    parser.add_argument("--carl-pairs", type=int, help="let CARL register at most so many pairs in this call")
+    parser.add_argument("--ants-pairs", type=int, help="let ANTs register at most so many pairs in this call")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    weights = sha256(find_model(arguments.model))
+    left = {**dict.fromkeys(CARL, arguments.carl_pairs), ANTS: arguments.ants_pairs}
+    if importlib.util.find_spec("ants") is None:
+        left[ANTS] = 0
+        print(f"antspyx is not installed: {ANTS} is left out but for what is kept of it", flush=True)
+    for folder in (arguments.out, arguments.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name in arguments.sets:
+        data, kept = arguments.data / name / "val", arguments.kept or arguments.work / "carl"
+        book = Book.open(arguments.out / f"{name}.json", weights)
+        sources = sources_of(name, data, arguments.work, kept, arguments.model, weights)
+        pairs = pairs_of(data, name)
+        for pair in pairs[: arguments.pairs]:
+            for source in sources:
+                failed += not enter(book, source, pair, left)
+        found = book.evaluation()
+        for method in METHODS:
+            print(f"{name}, {method}: {len(found.of(method))} of {len(pairs)} pairs are scored", flush=True)
+        if common(found).scores:
+            write_atomically(arguments.out / f"{name}.png", common(found).box_plot())
+        picture(found, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
+    text = table({name: Book.open(arguments.out / f"{name}.json", weights) for name in SETS})
+    write_atomically(arguments.out / "table.md", text.encode())
+    print(text)
+    if failed:
+        sys.exit(f"{failed} failed, as told above")
+
+
+def pairs_of(folder: Path, name: str) -> list[Pair]:
+    """The validation pairs of a set, in their drawn order."""
+
+    def pair(fixed: str, moving: str) -> Pair:
+        images = (folder / f"{case}.nii.gz" for case in (fixed, moving))
+        f, m, f_labels, m_labels = (*images, *(folder / f"{case}_labels.nii.gz" for case in (fixed, moving)))
+        return Pair(f"{moving}_to_{fixed}", f, m, f_labels, m_labels)
+
+    return [pair(fixed, moving) for fixed, moving in validation_pairs(folder, name)]
+
+
+# ---- where registrations come from ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A method, and its files: a folder for each pair."""
+
+    name: str
+    method: Method
+    """Takes a pair's result from its folder."""
+    root: Path | None = None
+    """None for a method that needs no files."""
+    is_complete: Callable[[Path], bool] = lambda place: True
+    make: Callable[[Pair], object] = lambda pair: None
+    """Fills a pair's folder."""
+
+    def checksum(self, pair: Pair) -> str | None:
+        """Of a pair's result; None if there is no result yet."""
+        if self.root is None:
+            return self.name
+        place = self.root / pair.name
+        if not self.is_complete(place):
+            return None
+        transform = place / "transform.h5"
+        return sha256(transform if transform.is_file() else place / "report.json")  # of a failure there is but a report
+
+    def told(self, pair: Pair) -> dict[str, Any]:
+        """The report of a pair's result."""
+        path = self.root and self.root / pair.name / "report.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+
+
+def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weights: str) -> list[Source]:
+    """The methods to compare on a set, in the order of the table."""
+
+    def stretched(pair: Pair, fixed: Image, moving: Image) -> Result:
+        return Result(boxes(fixed, moving))
+
+    def carl(method: str, kind: str) -> Source:
+        root = kept / name / kind
+
+        def make(pair: Pair) -> None:
+            if (root / pair.name / "report.json").exists():
+                sys.exit(f"{root / pair.name} is not by the model {model}; expected that, or another folder as --kept")
+            moving, fixed = pair.name.split("_to_")
+            same = {"set": name, "fixed": fixed, "moving": moving, "kind": kind}
+            register(data, same, work / "pair", model)
+            keep(work / "pair", root / pair.name)
+
+        return Source(
+            method,
+            lambda pair, fixed, moving: in_folder(root)(pair, fixed, moving),
+            root,
+            lambda place: is_kept(place, weights),
+            make,
+        )
+
+    ants = cached(BASELINES["ants-synquick"], work / "ants" / name)
+    return [
+        Source(METHODS[0], identity),
+        Source(METHODS[1], stretched),
+        *(carl(method, kind) for method, kind in CARL.items()),
+        Source(
+            ANTS,
+            ants,
+            work / "ants" / name,
+            lambda place: (place / "report.json").is_file(),
+            lambda pair: ants(pair, pair.image("fixed"), pair.image("moving")),
+        ),
+    ]
+
+
+def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -> bool:
+    """Score a pair that the book does not have, after registering it if it must be and may be; False if that failed."""
+    known, found = book.row(source.name, pair.name), source.checksum(pair)
+    if known is not None and found in (None, known["transform"]):  # the files of what was scored may be gone
+        return True
+    if found is None:
+        allowed = left[source.name]
+        if allowed == 0:
+            return True
+        left[source.name] = None if allowed is None else allowed - 1
+        try:
+            source.make(pair)
+        except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
+            print(f"{pair.name} by {source.name}: {error}", file=sys.stderr, flush=True)
+        found = source.checksum(pair)
+        if found is None:
+            return False
+    # From its file even if it was made just now, so that `carl evaluate` finds the same.
+    scores = score(pair, source.method, name=source.name, labels=SETS[book.name], partial=True)
+    book.write(scores, transform=found, told=source.told(pair))
+    print(f"{pair.name} by {source.name}: Dice {scores.figures['dice']:.4f}", *scores.failures, flush=True)
+    return not scores.failures
+
+
+# ---- what is known of a set -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Book:
+    """results/SET.json: a row for each pair and method."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path, weights: str) -> Book:
+        """What is there, without the rows of other weights than these."""
+        found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+        return cls(path, [row for row in found if row.get("model", {}).get("sha256", weights) == weights])
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def row(self, method: str, pair: str) -> dict[str, Any] | None:
+        return next((row for row in self.rows if (row["method"], row["pair"]) == (method, pair)), None)
+
+    def write(self, scores: Scores, *, transform: str, told: dict[str, Any]) -> None:
+        """Put a pair's scores in the place of what was known of it."""
+        row = {key: value for key, value in scores.as_dict().items() if not key.startswith("tre_mm")}
+        row |= {"transform": transform, "commit": commit()}
+        if "model" in told:
+            row["model"] = {key: told["model"].get(key) for key in ("name", "sha256")}
+        before = self.row(scores.method, scores.pair)
+        self.rows = [*(one for one in self.rows if one is not before), row]
+        head = {"set": self.name, "seed": SEED, "machine": machine(), "labels": NAMES[self.name]}
+        lines = ",\n".join(json.dumps(row) for row in self.rows)
+        text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'  # a line for each row, or it would be very long
+        write_atomically(self.path, text.encode())
+
+    def evaluation(self) -> Evaluation:
+        """All scores, in the order of the methods."""
+        rows = sorted(self.rows, key=lambda row: METHODS.index(row["method"]))
+        return Evaluation([scores_of(row) for row in rows], NAMES[self.name])
+
+
+def scores_of(row: dict[str, Any]) -> Scores:
+    """What `Scores.as_dict` wrote."""
+
+    def numbers(values: Mapping[Any, float | None]) -> dict[Any, float]:
+        return {key: math.nan if value is None else value for key, value in values.items()}
+
+    dice, hd95 = (
+        {int(label): value for label, value in numbers(row[f"{key}_per_label"]).items()} for key in ("dice", "hd95_mm")
+    )
+    figures = numbers({key: row.get(key) for key in FIGURES})
+    return Scores(row["method"], row["pair"], figures, dice, hd95, failures=row["failures"])
+
+
+def on_labels(evaluation: Evaluation, labels: Sequence[int]) -> Evaluation:
+    """The same scores, of these labels alone."""
+
+    def cut(scores: Scores) -> Scores:
+        dice = {label: value for label, value in scores.dice.items() if label in labels}
+        hd95 = {label: value for label, value in scores.hd95_mm.items() if label in labels}
+        means = {"dice": mean_score(dice), "hd95_mm": mean_score(hd95)}
+        return replace(scores, figures=scores.figures | means, dice=dice, hd95_mm=hd95)
+
+    return Evaluation([cut(scores) for scores in evaluation.scores], evaluation.names)
+
+
+def common(evaluation: Evaluation) -> Evaluation:
+    """The scores of the pairs that every method has."""
+    having = [{scores.pair for scores in evaluation.of(method) if scores.dice} for method in evaluation.methods]
+    shared = set.intersection(*having) if having else set()
+    return Evaluation([scores for scores in evaluation.scores if scores.pair in shared], evaluation.names)
+
+
+# ---- table and pictures ---------------------------------------------------------------------------------------------
+
+
+def table(books: Mapping[str, Book]) -> str:
+    """Means over the pairs that all methods of a set have, and over each one's own; CARL less ANTs, pair by pair."""
+    headings = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", "Dice, all its pairs")
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    notes = [
+        "Pairs are those that every method of the set has; the last column has each method's mean over all its own."
+    ]
+    for task, (name, labels) in TASKS.items():
+        whole = on_labels(books[name].evaluation(), labels)
+        shared = common(whole)
+        for method in whole.methods:
+            means, own = shared.means(method), [s.figures["dice"] for s in whole.of(method) if s.dice]
+            shown = zip(("dice", "hd95_mm", "folds_percent", "seconds"), (3, 1, 4, 0), strict=True)
+            cells = [f"{means[key]:.{digits}f}" if means[key] == means[key] else "" for key, digits in shown]
+            cells.append(f"{np.mean(own):.3f} ({len(own)})" if own else "")
+            lines.append(f"| {task} | {method} | {len(shared.of(method))} | {' | '.join(cells)} |")
+        told = whole.compare(BEST, ANTS)
+        if told["pairs"]:
+            low, high = told["interval"]
+            notes.append(
+                f"{task}: {BEST} − {ANTS} is {told['mean_difference']:+.3f} Dice, 95 % interval {low:+.3f} to "
+                f"{high:+.3f}, better on {told['won']} of {told['pairs']} pairs."
+            )
+        elif whole.methods:
+            notes.append(f"{task}: {BEST} and {ANTS} have no pair in common yet.")
+    for book in books.values():
+        notes += [f"{row['pair']} by {row['method']}: {text}" for row in book.rows for text in row["failures"]]
+    models = {tuple(row["model"].values()) for book in books.values() for row in book.rows if "model" in row}
+    notes += [f"The model is {name}, SHA-256 {checksum}." for name, checksum in models]
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
+
+
+def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[str, Pair], path: Path) -> None:
+    """The best, the median and the worst pair by the Dice of CARL with optimisation, a row each: the fixed image, the
+    moving one in its own space, and warped by each method that has it, each with the outlines of its own labels, and
+    the warped ones with those of the fixed labels in white."""
+    ranked = sorted(
+        (scores for scores in evaluation.of(BEST) if scores.dice), key=lambda scores: -scores.figures["dice"]
+    )
+    if not ranked:
+        return
+    picks = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
+    shown = [source for source in sources if source.root is not None and evaluation.of(source.name)]
+    gone = [s.pair for s in picks.values() if any(o.checksum(pairs[s.pair]) is None for o in shown if o.name == BEST)]
+    if gone:
+        print(f"{path.name} is left as it is: the transform of {gone[0]} is gone", flush=True)
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.7 * (2 + len(shown)), 8.6), layout="constrained")
+    for axes, (word, scores) in zip(figure.subplots(3, 2 + len(shown)), picks.items(), strict=True):
+        pair = pairs[scores.pair]
+        assert pair.fixed_seg is not None
+        assert pair.moving_seg is not None
+        fixed, moving = pair.image("fixed"), pair.image("moving")
+        fixed_labels, moving_labels = read_labels(pair.fixed_seg), read_labels(pair.moving_seg)
+        moving_name, fixed_name = pair.name.split("_to_")
+        here, there = (best_slice(labels, evaluation.labels) for labels in (fixed_labels, moving_labels))
+        draw(axes[0], fixed, {"": fixed_labels}, here, evaluation.labels, f"{word}: fixed, {fixed_name}")
+        draw(axes[1], moving, {"": moving_labels}, there, evaluation.labels, f"moving, {moving_name}")
+        for axis, source in zip(axes[2:], shown, strict=True):
+            dice = [s.figures["dice"] for s in evaluation.of(source.name) if s.pair == pair.name and s.dice]
+            if not dice or source.checksum(pair) is None:
+                axis.set_axis_off()
+                continue
+            transform = source.method(pair, fixed, moving).transform
+            warped, labels = itk.apply(transform, moving, fixed), itk.apply(transform, moving_labels, fixed, "nearest")
+            outlines = {"white": fixed_labels, "": labels}
+            draw(axis, warped, outlines, here, evaluation.labels, f"{source.name}, Dice {dice[0]:.3f}")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    write_atomically(path, buffer.getvalue())
+
+
+def best_slice(labels: Image, wanted: Sequence[int]) -> int:
+    """The axial slice, of the image turned closest to RAS, that shows the most of these structures."""
+    data = to_closest_ras(labels).data
+    shown = np.stack([(data == label).sum(axis=(0, 1)) for label in wanted])  # (labels, slices)
+    return int(np.lexsort((shown.sum(axis=0), (shown > 0).sum(axis=0)))[-1])
+
+
+def draw(
+    axis: Any, image: Image, outlines: Mapping[str, Image], height: int, wanted: Sequence[int], title: str
+) -> None:
+    """An axial slice, and the outlines of these labels by colour; without one, each label has its own."""
+    from matplotlib import colormaps
+
+    turned = to_closest_ras(image)
+    aspect = turned.spacing[1] / turned.spacing[0]
+    axis.imshow(turned.data[:, :, height].T, cmap="gray", origin="lower", aspect=aspect)
+    for colour, labels in outlines.items():
+        plane = to_closest_ras(labels).data[:, :, height].T
+        for number, label in enumerate(wanted):
+            own = colormaps["gist_rainbow"](number / len(wanted))
+            if (plane == label).any():
+                axis.contour(plane == label, levels=[0.5], colors=[colour or own], linewidths=0.8)
+    axis.set_title(title, fontsize=9)
+    axis.set_axis_off()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The scripts that register and score the validation pairs, run as a user runs them, on small synthetic subjects."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL
+
+from carlreg.baselines import BASELINES
+from carlreg.cli import main
+from carlreg.datasets.tables import Pair, write_pairs
+from carlreg.evaluation import Result, identity
+from carlreg.images import Image, from_array, write
+from carlreg.inputs import sha256
+from carlreg.itk import WorldTransform
+from carlreg.itk import write as write_transform
+from carlreg.models import carl, save
+
+pytest.importorskip("SimpleITK")
+pytest.importorskip("matplotlib")
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+SIDE = 24
+SUBJECTS = {"a": (0.0, 0.0, 0.0), "b": (3.0, 0.0, -1.0), "c": (0.0, -2.0, 2.0)}
+"""Where each one's structures are further on than a's, in voxels."""
+CENTRES = {1: (7, 7, 7), 2: (16, 8, 8), 6: (8, 16, 15), 7: (16, 16, 16)}
+ORGANS, FIVE = ",".join(map(str, range(1, 14))), "1,2,3,6,11"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three subjects a set: four balls, each with its label, moved as a whole."""
+    index = np.stack(np.meshgrid(*(np.arange(SIDE),) * 3, indexing="ij"), axis=-1)
+    for name in ("abdomen", "hippocampus"):
+        folder = tmp_path / "data" / name / "val"
+        folder.mkdir(parents=True)
+        for subject, shift in SUBJECTS.items():
+            labels = np.zeros((SIDE,) * 3, np.uint8)
+            for label, centre in CENTRES.items():
+                labels[np.linalg.norm(index - centre - shift, axis=-1) < 3.5] = label
+            write(from_array(labels * 20, np.eye(4)), folder / f"{subject}.nii.gz")
+            write(from_array(labels, np.eye(4)), folder / f"{subject}_labels.nii.gz")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "small.safetensors"
+    save(carl(3, 2, width=8, **SMALL), path, metadata={"grid": "16 16 16"})
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    runpy.run_path(str(EXPERIMENTS / script / "run.py"), run_name="__main__")
+
+
+def put(place: Path, shift: tuple[float, ...], model: Path | None = None) -> None:
+    """A result as it is kept: fixed points move by this much, and a little more in the middle."""
+    place.mkdir(parents=True, exist_ok=True)
+    affine = np.eye(4)
+    affine[:3, 3] = shift
+    bump = np.exp(-((np.indices((SIDE,) * 3) - SIDE / 2) ** 2).sum(0) / 40)[..., None]  # (*shape, 1)
+    transform = WorldTransform(affine, (0.8 * bump * [1, 1, 0]).astype(np.float32), np.eye(4))
+    for name in ("transform.h5", "inverse_transform.h5"):
+        write_transform(transform, place / name, overwrite=True)
+    told: dict[str, Any] = {"metrics": {"seconds": 2.0}}
+    if model is not None:
+        told["model"] = {"name": "small", "sha256": sha256(model)}
+    (place / "report.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def names() -> list[tuple[str, str]]:
+    return [(fixed, moving) for fixed in SUBJECTS for moving in SUBJECTS if fixed != moving]
+
+
+def shift_of(fixed: str, moving: str, share: float) -> tuple[float, ...]:
+    """That share of the way from the fixed subject's structures to the moving one's."""
+    return tuple(float(x) for x in np.subtract(SUBJECTS[moving], SUBJECTS[fixed]) * share)
+
+
+@pytest.fixture
+def work(tmp_path: Path, model: Path) -> Path:
+    """Kept by hand: the network goes half the way, optimisation all of it, ANTs a quarter on four of the six pairs."""
+    folder = tmp_path / "work"
+    for number, (fixed, moving) in enumerate(names()):
+        pair = f"{moving}_to_{fixed}"
+        put(folder / "carl" / "abdomen" / "network" / pair, shift_of(fixed, moving, 0.5), model)
+        put(folder / "carl" / "abdomen" / "fields" / pair, shift_of(fixed, moving, 1.0), model)
+        if number < 4:
+            put(folder / "ants" / "abdomen" / pair, shift_of(fixed, moving, 0.25))
+    return folder
+
+
+def scored(out: Path, name: str = "abdomen") -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    assert len({(row["method"], row["pair"]) for row in rows}) == len(rows)
+    return {(row["method"], row["pair"]): row for row in rows}
+
+
+def line(out: Path, task: str, method: str) -> list[str]:
+    """The cells of a row of the table, after those two."""
+    rows = [[cell.strip() for cell in text.split(" | ")] for text in (out / "table.md").read_text("utf-8").splitlines()]
+    (found,) = (row for row in rows if row[0].startswith(f"| {task}") and row[1] == method)
+    return [cell.removesuffix(" |") for cell in found[2:]]
+
+
+def evaluated(data: Path, work: Path, tmp_path: Path, labels: str) -> dict[str, Any]:
+    """What `carl evaluate` says of the same files."""
+    folder = data / "abdomen" / "val"
+    pairs = []
+    for fixed, moving in names():
+        files = [folder / f"{case}{end}.nii.gz" for end in ("", "_labels") for case in (fixed, moving)]
+        pairs.append(Pair(f"{moving}_to_{fixed}", files[0], files[1], files[2], files[3]))
+    write_pairs(pairs, tmp_path / "pairs.csv")
+    words = ["evaluate", str(tmp_path / "pairs.csv"), "--labels", labels, "--allow-missing-labels", "--overwrite"]
+    words += ["--method", "unregistered=identity", "--out", str(tmp_path / "evaluated")]
+    for method, place in (("CARL", "network"), ("CARL with optimisation", "fields")):
+        words += ["--method", f"{method}={work / 'carl' / 'abdomen' / place}"]
+    words += ["--method", f"ANTs SyNQuick={work / 'ants' / 'abdomen'}"]
+    assert main(words) == 1  # ANTs has but four
+    found: dict[str, Any] = json.loads((tmp_path / "evaluated" / "scores.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_accuracy_is_what_carl_evaluate_says_of_the_same_files(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    rows, told = scored(out), {labels: evaluated(data, work, tmp_path, labels) for labels in (ORGANS, FIVE)}
+    others = {(row["method"], row["pair"]): row for row in told[ORGANS]["scores"] if not row["failures"]}
+    assert {key for key in rows if not key[0].startswith("boxes")} == set(others)
+    assert len(others) == 6 + 6 + 6 + 4
+    for key, row in others.items():
+        for figure in ("dice", "hd95_mm", "folds_percent", "seconds", "dice_per_label", "hd95_mm_per_label"):
+            assert rows[key][figure] == row[figure], (key, figure)
+    assert rows["CARL", "a_to_b"]["model"] == {"name": "small", "sha256": sha256(model)}
+
+    four = [f"{moving}_to_{fixed}" for fixed, moving in names()[:4]]
+    for task, labels in (("abdomen, 13 organs", ORGANS), ("abdomen, 5 organs", FIVE)):
+        dice = {(row["method"], row["pair"]): row["dice"] for row in told[labels]["scores"]}
+        for method in ("unregistered", "CARL", "CARL with optimisation", "ANTs SyNQuick"):
+            cells = line(out, task, method)
+            assert cells[:2] == ["4", f"{np.mean([dice[method, pair] for pair in four]):.3f}"]
+            own = 4 if method.startswith("ANTs") else 6
+            assert cells[-1] == f"{told[labels]['methods'][method]['dice']:.3f} ({own})"
+        (best,) = (
+            one
+            for one in told[labels]["comparisons"]
+            if (one["first"], one["second"]) == ("ANTs SyNQuick", "CARL with optimisation")
+        )
+        assert f"is {-best['mean_difference']:+.3f} Dice" in (out / "table.md").read_text("utf-8")
+        assert best["mean_difference"] < -0.2
+    for name in ("abdomen.png", "abdomen_pairs.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_scored_is_not_scored_again_until_its_file_changes(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = (data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    run(monkeypatch, "accuracy", *words, "--pairs", 2)
+    first = scored(out)
+    assert len({pair for _, pair in first}) == 2
+    assert line(out, "abdomen, 13 organs", "CARL")[-1].endswith("(2)")
+    kept, changed = sorted({pair for _, pair in first})
+
+    report = json.loads((out / "abdomen.json").read_text(encoding="utf-8"))
+    for row in report["rows"]:
+        row["seconds"] = 1234.0
+    (out / "abdomen.json").write_text(json.dumps(report), encoding="utf-8")
+    shutil.rmtree(work / "carl" / "abdomen" / "network" / kept)  # what was scored needs its files no longer
+    put(work / "carl" / "abdomen" / "fields" / changed, (0, 0, 0), model)
+    run(monkeypatch, "accuracy", *words, "--pairs", 2)
+    again = scored(out)
+    assert set(again) == set(first)
+    new = ("CARL with optimisation", changed)
+    assert [key for key, row in again.items() if row["seconds"] != 1234.0] == [new]
+    assert again[new]["dice"] < first[new]["dice"]
+
+    run(monkeypatch, "accuracy", *words)
+    assert len({pair for _, pair in scored(out)}) == 6
+
+
+def test_without_ants_it_says_so_and_the_others_go_on(
+    data: Path,
+    work: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "ants", None)  # as if it were not installed
+    shutil.rmtree(work / "ants")
+    out = tmp_path / "out"
+    run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
+    said = capsys.readouterr().out
+    assert "antspyx is not installed: ANTs SyNQuick is left out" in said
+    assert "abdomen, ANTs SyNQuick: 0 of 6 pairs are scored" in said
+    assert "CARL with optimisation and ANTs SyNQuick have no pair in common yet" in said
+    assert line(out, "abdomen, 13 organs", "CARL")[0] == "2"
+    assert {method for method, _ in scored(out)} == {
+        "unregistered",
+        "boxes laid onto one another",
+        "CARL",
+        "CARL with optimisation",
+    }
+    assert not (work / "ants").exists()
+
+
+def test_ants_runs_on_so_many_pairs_a_call_and_never_twice(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(work / "ants")
+    calls = []
+
+    def stand_in(pair: Pair, fixed: Image, moving: Image) -> Result:
+        calls.append(pair.name)
+        return Result(identity(pair, fixed, moving).transform, seconds=7.0)
+
+    package = ModuleType("ants")
+    package.__spec__ = ModuleSpec("ants", None)
+    monkeypatch.setitem(sys.modules, "ants", package)
+    monkeypatch.setitem(BASELINES, "ants-synquick", stand_in)
+    out = tmp_path / "out"
+    words = (data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
+    for expected in (1, 2, 2):
+        run(monkeypatch, "accuracy", *words, *(("--ants-pairs", 1) if expected == 1 else ()))
+        assert len(calls) == len(set(calls)) == expected
+        rows = [row for (method, _), row in scored(out).items() if method == "ANTs SyNQuick"]
+        assert [row["seconds"] for row in rows] == [7.0] * expected
+        assert line(out, "abdomen, 13 organs", "CARL")[0] == str(expected)
+    assert sorted(path.name for path in (work / "ants" / "abdomen").iterdir()) == sorted(calls)
+
+
+def test_a_failure_of_ants_is_told_and_the_table_has_the_other_pairs(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = work / "ants" / "abdomen" / "b_to_a"
+    for name in ("transform.h5", "inverse_transform.h5"):
+        (place / name).unlink()
+    (place / "report.json").write_text('{"failure": "RuntimeError: it fell over"}', encoding="utf-8")
+    out = tmp_path / "out"
+    words = (data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    with pytest.raises(SystemExit, match="1 failed"):
+        run(monkeypatch, "accuracy", *words)
+    assert line(out, "abdomen, 13 organs", "ANTs SyNQuick")[0] == "3"
+    assert "b_to_a by ANTs SyNQuick: RuntimeError: it fell over" in (out / "table.md").read_text("utf-8")
+
+
+def test_results_of_another_model_are_not_taken_for_this_one(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.safetensors"
+    save(carl(3, 2, width=8, **SMALL), other, metadata={"grid": "16 16 16", "of": "another"})
+    with pytest.raises(SystemExit, match="is not by the model"):
+        run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", other, "--out", tmp_path / "out")
+
+
+def test_registrations_of_the_native_run_are_kept_and_scored(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, out = tmp_path / "work", tmp_path / "native"
+    words = (data, work, "--sets", "hippocampus", "--pairs", 1, "--model", model)
+    native = (*words, "--kinds", "network", "--out", out, "--keep", work / "carl")
+    run(monkeypatch, "native", *native)
+    (row,) = json.loads((out / "native.json").read_text(encoding="utf-8"))["rows"]
+    assert row["model"] == {"name": "small", "sha256": sha256(model)}
+    kept = work / "carl" / "hippocampus" / "network" / f"{row['moving']}_to_{row['fixed']}"
+    assert sorted(path.name for path in kept.iterdir()) == ["inverse_transform.h5", "report.json", "transform.h5"]
+
+    before = (kept / "report.json").stat().st_mtime_ns
+    run(monkeypatch, "native", *native)
+    assert (kept / "report.json").stat().st_mtime_ns == before
+    (kept / "transform.h5").unlink()
+    run(monkeypatch, "native", *native)
+    assert (kept / "report.json").stat().st_mtime_ns > before
+    (row,) = json.loads((out / "native.json").read_text(encoding="utf-8"))["rows"]
+
+    # The second pair is missing, so it is registered.
+    for fixed, moving in names():
+        put(work / "carl" / "hippocampus" / "fields" / f"{moving}_to_{fixed}", shift_of(fixed, moving, 1.0), model)
+    run(monkeypatch, "accuracy", *words, "--pairs", 2, "--ants-pairs", 0, "--out", tmp_path / "out")
+    rows = scored(tmp_path / "out", "hippocampus")
+    assert rows["CARL", kept.name]["dice"] == row["after"]
+    assert rows["unregistered", kept.name]["dice"] == row["before_headers"]
+    assert rows["boxes laid onto one another", kept.name]["dice"] == row["before_stretched"]
+    (second,) = {pair for _, pair in rows} - {kept.name}
+    assert (kept.parent / second / "transform.h5").is_file()
+    assert rows["CARL", second]["transform"] == sha256(kept.parent / second / "transform.h5")
