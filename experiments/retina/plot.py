@@ -84,7 +84,8 @@ def equivariance(look: dict[str, Any], folder: Path) -> None:
         for kind, style in (("[W, U]", "-"), ("[U, U]", "--")):
             label = f"{network}, {kind}"
             axis.plot(found["shifts_pixels"], found[network][kind], style, marker=".", c=COLOURS[network], label=label)
-    axis.set(xlabel="shift, pixels", ylabel="error over the vessels, pixels", yscale="symlog")
+    axis.set(xlabel="shift, pixels", ylabel="error over the vessels, pixels")
+    axis.set_yscale("symlog", linthresh=1)
     axis.set_ylim(bottom=0)
     axis.legend()
     figure.savefig(folder / "equivariance.png", dpi=110)
@@ -104,7 +105,7 @@ def attention(arrays: Any, folder: Path) -> None:
         for n, mask in enumerate(masks):
             row[n + 1].imshow(background, cmap="gray", vmax=1.5 * background.max())
             row[n + 1].imshow(mask, cmap="inferno", alpha=np.clip(mask / mask.max() * 3, 0, 1))
-            row[n + 1].set_title(f"{n + 1}: largest weight {mask.max():.2f}", fontsize=9)
+            row[n + 1].set_title(f"{n + 1}: largest weight {mask.max():.3f}", fontsize=9)
         for axis in row:
             axis.axis("off")
     figure.savefig(folder / "attention.png", dpi=100)
