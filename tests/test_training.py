@@ -9,12 +9,23 @@ import pytest
 import torch
 from conftest import SMALL
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from carlreg import Augmented, RegistrationAlgorithm, Transform, TwoStep, carl, gradicon, load, registration_loss
+from carlreg import (
+    Augmented,
+    RegistrationAlgorithm,
+    Transform,
+    TwoStep,
+    carl,
+    carl_rot,
+    gradicon,
+    load,
+    registration_loss,
+)
 from carlreg.distributed import Team, launch, shared
 from carlreg.grids import Grid
 from carlreg.models import read_metadata
-from carlreg.training import PAPER, Progress, Stage, TrainingError, train
+from carlreg.training import PAPER, Progress, Stage, TrainingError, TrainingStep, train
 from carlreg.transforms import fit_affine
 
 
@@ -285,6 +296,42 @@ def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:
         train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1, callback=kill)
     model = train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """The names of all that PyTorch does meanwhile, backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("regularity", ["diffusion", "gradicon"])
+def test_a_step_with_rotations_never_waits_for_the_device(regularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it can be captured as a CUDA graph: no value is read back, no numbers come from the host, and nothing is
+    factorised. Once constants are made, and without the check of the images, which capturing leaves out."""
+    monkeypatch.setattr("carlreg.registration.check_finite", lambda *_: None)
+    step = TrainingStep(
+        carl_rot(2, 2, width=4, **SMALL).train(), Stage(1, regularity, rotate=True), device=torch.device("cpu")
+    )
+    step(*draw(torch.Generator()), rate=1e-3, seed=0)
+    operations, run = Operations(), step._run
+
+    def watched(**inputs: Tensor) -> object:
+        assert inputs["rotations"].shape == (4, 2, 3)
+        with operations:
+            return run(**inputs)
+
+    monkeypatch.setattr(step, "_run", watched)
+    step(*draw(torch.Generator()), rate=1e-3, seed=1)
+    assert {"roll", "convolution_backward", "_fused_adam_"} <= operations.names
+    waits = {"_local_scalar_dense", "lift_fresh", "nonzero", "equal"}
+    factorises = {name for name in operations.names if "linalg" in name} - {"linalg_vector_norm"}  # which is but a sum
+    assert not operations.names & waits | factorises
 
 
 def test_a_full_disk_costs_nothing_that_was_saved(tmp_path: Path) -> None:
