@@ -25,7 +25,8 @@ from carlreg import (
 from carlreg.distributed import Team, launch, shared
 from carlreg.grids import Grid
 from carlreg.models import read_metadata
-from carlreg.training import PAPER, Progress, Stage, TrainingError, TrainingStep, train
+from carlreg.runs import Settings
+from carlreg.training import PAPER, PAPER_ROT, Progress, Stage, TrainingError, TrainingStep, train
 from carlreg.transforms import fit_affine
 
 
@@ -227,6 +228,12 @@ def test_the_learning_rate(tmp_path: Path) -> None:
     assert stage.rate(100) == pytest.approx(0.1)
     assert Stage(10).rate(7) == 1e-4
     assert [s.steps for s in PAPER] == [1500, 50_000, 50_000]
+    assert [(s.steps, s.weight, s.first_step_alone) for s in PAPER_ROT] == [
+        (4500, 10.5, True),
+        (50_000, 1.5, False),
+        (50_000, 1.5, False),
+    ]
+    assert Settings(model="carl_rot", refine_steps=50_000).stages() == list(PAPER_ROT)
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
@@ -296,6 +303,25 @@ def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:
         train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1, callback=kill)
     model = train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_the_first_step_alone(tmp_path: Path) -> None:
+    """The refinements' weights and statistics stay as they are, also where the run was broken off and goes on."""
+    before = network().state_dict()
+    stages = [Stage(3, "diffusion", rotate=True, first_step_alone=True)]
+
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(network(), draw, stages, out=tmp_path, log_every=2, save_every=1, callback=stop)
+    model = train(network(), draw, stages, out=tmp_path)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    first = {name for name in before if ".psi." not in f".{name}"}
+    assert changed == first
+    model = train(model, draw, [Stage(2, rotate=True)], out=tmp_path / "whole")
+    assert not all(torch.equal(after[name], model.state_dict()[name]) for name in before.keys() - first)
 
 
 class Operations(TorchDispatchMode):

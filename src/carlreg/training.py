@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from carlreg.distributed import Team
 from carlreg.losses import Loss, Regularity, registration_loss
 from carlreg.metrics import folding
-from carlreg.models import add_refinement, describe, save, write_atomically
+from carlreg.models import add_refinement, describe, first_step, save, write_atomically
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import Augmented, RegistrationAlgorithm
 from carlreg.transforms import Affine, random_rotation
@@ -64,6 +64,8 @@ class Stage:
     rotate: bool = False
     """Train through `Augmented`, R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn from SO(D) at each step. What is saved
     is Φ."""
+    first_step_alone: bool = False
+    """Leave the refinements out and as they are, and train what comes before them, Ξθ, alone."""
 
     def rate(self, step: int) -> float:
         """The learning rate at a step of this stage."""
@@ -76,6 +78,12 @@ class Stage:
 
 PAPER = (Stage(1_500, "diffusion"), Stage(50_000), Stage(50_000, refine=True))
 """The paper's schedule, for a network of two refinements."""
+PAPER_ROT = (
+    Stage(4_500, "diffusion", 10.5, rotate=True, first_step_alone=True),
+    Stage(50_000, rotate=True),
+    Stage(50_000, rotate=True, refine=True),
+)
+"""The same for CARL{ROT}."""
 
 
 @dataclass(frozen=True)
@@ -245,10 +253,11 @@ class TrainingStep:
         optimizer: dict[str, Any] | None = None,
         team: Team | None = None,
     ) -> None:
-        self.model, self.stage, self.precision, self.team = model, stage, precision, team or Team()
+        self.model = first_step(model) if stage.first_step_alone else model
+        self.stage, self.precision, self.team = stage, precision, team or Team()
         self.on_gpu = device.type == "cuda"
         self.rate = torch.zeros((), device=device)
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
         if optimizer is not None:
             self.optimizer.load_state_dict(optimizer)
         for group in self.optimizer.param_groups:
