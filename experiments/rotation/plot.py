@@ -1,4 +1,5 @@
-"""Draw Dice against the angle of the moving image, and grids of one turned pair, from runs.json, sweep.json, sweep.npz.
+"""Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
+runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks.
 
 python experiments/rotation/plot.py experiments/rotation/results
 """
@@ -53,6 +54,18 @@ def curves(folder: Path) -> None:
     figure.savefig(folder / "angles.png", dpi=110)
 
 
+def brains(paths: list[Path], folder: Path) -> None:
+    """One line for every plane in which brains are turned."""
+    figure, axis = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
+    for path, colour in zip(paths, ("tab:red", "#d99a00", "tab:blue", "tab:green", "k"), strict=False):
+        planes = json.loads(path.read_text(encoding="utf-8"))["planes"]
+        for plane, style in zip(planes, ("-", "--", ":"), strict=True):
+            line(axis, planes[plane], color=colour, linestyle=style, label=f"{path.stem}, {plane}")
+    axis.set(xlabel="degrees by which the moving brain is turned", ylabel="Dice, subcortical", ylim=(0, 1))
+    axis.legend(fontsize=8)
+    figure.savefig(folder / "brain.png", dpi=110)
+
+
 def grids(folder: Path) -> None:
     """One pair by each network: where the grid lies in empty space tells whether it turns as a whole."""
     with np.load(folder / "sweep.npz") as arrays:
@@ -80,7 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    curves(folder)
+    if (folder / "runs.json").exists():
+        curves(folder)
+    if paths := sorted(folder.glob("brain*.json")):
+        brains(paths, folder)
     if (folder / "sweep.npz").exists():
         grids(folder)
 
