@@ -348,8 +348,8 @@ def about_centre(linear: Tensor, shape: Sequence[int], *, like: Tensor) -> Affin
     linear = linear.to(torch.float64) * size / size[:, None]
     centre = torch.full((*linear.shape[:2],), 0.5, dtype=torch.float64)
     shift = centre - (linear @ centre[..., None])[..., 0]
-    # Few numbers, which the device takes without the host waiting for what it does.
-    return Affine.from_parts(linear, shift).map_tensors(lambda matrix: matrix.to(like, non_blocking=True))
+    # So few numbers a GPU takes without the host waiting until it is done with what it does.
+    return Affine.from_parts(linear, shift).map_tensors(lambda matrix: matrix.to(like, non_blocking=like.is_cuda))
 
 
 def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
