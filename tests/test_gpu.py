@@ -18,6 +18,7 @@ from carlreg import (
 )
 from carlreg.networks import UNet, normalize
 from carlreg.precision import mixed_precision
+from carlreg.training import Stage, TrainingStep
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +118,23 @@ def test_training_is_deterministic_where_asked(rotations: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("regularity", ["diffusion", "gradicon"])
+def test_graphs_change_no_step_with_rotations(regularity: str) -> None:
+    """Each step turns the images anew, with rotations that the captured graph finds in its inputs."""
+    moving, fixed = smooth_images(64, 64, batch=8).split(4)
+    start = carl_rot(2, 2, width=16, **NARROW).state_dict()
+    losses = []
+    for graphs in (False, True):
+        model = carl_rot(2, 2, width=16, **NARROW)
+        model.load_state_dict(start)
+        stage = Stage(8, regularity, rotate=True)
+        step = TrainingStep(model.cuda().train(), stage, device=moving.device, graphs=graphs)
+        losses.append([float(step(moving, fixed, 1e-4, seed=n).total) for n in range(8)])
+        assert (step.graph is not None) == graphs
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert len(set(losses[1])) == 8
 
 
 def test_instance_optimisation_on_the_gpu() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import carlreg
 from carlreg import RegistrationAlgorithm, add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
-from carlreg.models import WEIGHTS, ModelFileError, available, describe, read_metadata
+from carlreg.models import WEIGHTS, ModelFileError, available, describe, first_step, read_metadata
 from carlreg.networks import Encoder, UNet, _UpConv, conv, conv_in_groups, transposed_conv
 
 
@@ -42,6 +42,7 @@ def test_carl_is_the_papers_expression() -> None:
     assert expression(describe(carl(refinements=2))) == "TwoStep{Down{TwoStep{Down{Ξ}, Ψ}}, Ψ}"
     assert expression(describe(gradicon())) == "TwoStep{TwoStep{Down{TwoStep{Down{Ψ}, Ψ}}, Ψ}, Ψ}"
     assert expression(describe(xi())) == "Down{Down{Ξ}}"
+    assert expression(describe(first_step(carl()))) == "Down{Down{Ξ}}"
 
 
 def test_only_two_or_three_refinements() -> None:
@@ -59,6 +60,17 @@ def test_adding_a_refinement_changes_nothing_at_first(make: type) -> None:
     assert not larger.training
     nn.init.normal_(larger.psi.network.last.weight)
     assert not torch.allclose(larger(*pair).on_grid_of(pair[1]), model(*pair).on_grid_of(pair[1]))
+
+
+@pytest.mark.parametrize("make", [carl, carl_rot, gradicon])
+def test_the_first_step_shares_the_models_weights(make: type) -> None:
+    options = dict(SMALL) if make is gradicon else {"width": 4, **SMALL}
+    model, pair = make(2, 3, **options).double(), (texture(32, 32), texture(32, 32))
+    first = first_step(model.eval())
+    assert torch.allclose(first(*pair).on_grid_of(pair[1]), model(*pair).on_grid_of(pair[1]), atol=1e-9)  # so far
+    own = {id(p) for p in model.parameters()}
+    assert {id(p) for p in first.parameters()} < own
+    assert len(own) - len(list(first.parameters())) == 3 * len(list(UNet(2).parameters()))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

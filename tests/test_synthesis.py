@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from carlreg.grids import Grid
 from carlreg.images import Image, map_points, preprocess
 from carlreg.synthesis import LABELS, PHASES, Patient, Scan, correspondence, patient, random_anatomy
 from carlreg.synthesis.waves import Waves
@@ -186,6 +187,20 @@ def test_waves_are_inverted() -> None:
     assert torch.allclose(bound, torch.tensor(0.9, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"slope is 1.2; expected less than 1"):
         Waves.random(1, 2, wavelength=(0.3, 1.0), slope=1.2, generator=torch.Generator())
+
+
+def test_a_small_body_is_seen_whole() -> None:
+    """All but a little of it lies in the ball that stays in the image however it is turned; of a large one, less."""
+    away = (Grid.of((32, 32, 32)).points() - 0.5).norm(dim=-1)
+
+    def outside(**options: object) -> float:
+        pairs = random_anatomy((32, 32, 32), batch=6, generator=torch.Generator().manual_seed(0), **options)
+        body = torch.cat([pairs.moving_labels, pairs.fixed_labels])[:, 0] > 0
+        assert body.float().mean() > 0.1
+        return float(body[:, away > 0.5].sum() / body.sum())
+
+    assert outside(body=(0.25, 0.42), shift=0.05) < 0.01
+    assert outside() > 0.1
 
 
 @pytest.mark.parametrize("shape", [(40, 36), (28, 32, 24)])

@@ -9,12 +9,24 @@ import pytest
 import torch
 from conftest import SMALL
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from carlreg import Augmented, RegistrationAlgorithm, Transform, TwoStep, carl, gradicon, load, registration_loss
+from carlreg import (
+    Augmented,
+    RegistrationAlgorithm,
+    Transform,
+    TwoStep,
+    carl,
+    carl_rot,
+    gradicon,
+    load,
+    registration_loss,
+)
 from carlreg.distributed import Team, launch, shared
 from carlreg.grids import Grid
 from carlreg.models import read_metadata
-from carlreg.training import PAPER, Progress, Stage, TrainingError, train
+from carlreg.runs import Settings
+from carlreg.training import PAPER, PAPER_ROT, Progress, Stage, TrainingError, TrainingStep, train
 from carlreg.transforms import fit_affine
 
 
@@ -221,6 +233,12 @@ def test_the_learning_rate(tmp_path: Path) -> None:
     assert stage.rate(100) == pytest.approx(0.1)
     assert Stage(10).rate(7) == 1e-4
     assert [s.steps for s in PAPER] == [1500, 50_000, 50_000]
+    assert [(s.steps, s.weight, s.first_step_alone) for s in PAPER_ROT] == [
+        (4500, 10.5, True),
+        (50_000, 1.5, False),
+        (50_000, 1.5, False),
+    ]
+    assert Settings(model="carl_rot", refine_steps=50_000).stages() == list(PAPER_ROT)
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
@@ -299,6 +317,61 @@ def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:
         train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1, callback=kill)
     model = train(network(), draw, stages, out=tmp_path / "broken", log_every=1, save_every=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_the_first_step_alone(tmp_path: Path) -> None:
+    """The refinements' weights and statistics stay as they are, also where the run was broken off and goes on."""
+    before = network().state_dict()
+    stages = [Stage(3, "diffusion", rotate=True, first_step_alone=True)]
+
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(network(), draw, stages, out=tmp_path, log_every=2, save_every=1, callback=stop)
+    model = train(network(), draw, stages, out=tmp_path)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    first = {name for name in before if ".psi." not in f".{name}"}
+    assert changed == first
+    model = train(model, draw, [Stage(2, rotate=True)], out=tmp_path / "whole")
+    assert not all(torch.equal(after[name], model.state_dict()[name]) for name in before.keys() - first)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all that PyTorch does meanwhile, backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("regularity", ["diffusion", "gradicon"])
+def test_a_step_with_rotations_never_waits_for_the_device(regularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it can be captured as a CUDA graph: no value is read back, no numbers come from the host, and nothing is
+    factorised. Once constants are made, and without the check of the images, which capturing leaves out."""
+    monkeypatch.setattr("carlreg.registration.check_finite", lambda *_: None)
+    step = TrainingStep(
+        carl_rot(2, 2, width=4, **SMALL).train(), Stage(1, regularity, rotate=True), device=torch.device("cpu")
+    )
+    step(*draw(torch.Generator()), rate=1e-3, seed=0)
+    operations, run = Operations(), step._run
+
+    def watched(**inputs: Tensor) -> object:
+        assert inputs["rotations"].shape == (4, 2, 3)
+        with operations:
+            return run(**inputs)
+
+    monkeypatch.setattr(step, "_run", watched)
+    step(*draw(torch.Generator()), rate=1e-3, seed=1)
+    assert {"roll", "convolution_backward", "_fused_adam_"} <= operations.names
+    waits = {"_local_scalar_dense", "lift_fresh", "nonzero", "equal"}
+    factorises = {name for name in operations.names if "linalg" in name} - {"linalg_vector_norm"}  # which is but a sum
+    assert not operations.names & waits | factorises
 
 
 def test_a_full_disk_costs_nothing_that_was_saved(tmp_path: Path) -> None:

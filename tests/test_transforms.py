@@ -19,7 +19,7 @@ from carlreg.grids import (
     pool,
     voxel_points,
 )
-from carlreg.transforms import Composition, fit_affine, fit_rigid, fit_robustly, random_rotation
+from carlreg.transforms import Composition, about_centre, fit_affine, fit_rigid, fit_robustly, random_rotation
 
 SHAPES = {1: (17,), 2: (17, 12), 3: (9, 12, 10)}
 
@@ -155,6 +155,7 @@ def test_compose_simplifies() -> None:
 def test_affine_inverse_is_exact(dim: int) -> None:
     affine, points = random_affine(dim, batch=3), some_points(dim, batch=3)
     assert (affine.inverse()(affine(points)) - points).abs().max() < 1e-12
+    assert torch.allclose(affine.inverse().linear, torch.linalg.inv(affine.linear), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
@@ -265,6 +266,13 @@ def test_fit_affine_recovers_an_affine_map_and_ignores_weightless_points() -> No
     weights = torch.ones(2, 50, dtype=torch.float64)
     weights[:, :5] = 0
     assert (fit_affine(points, targets, weights).matrix - affine.matrix).abs().max() < 1e-10
+
+
+def test_a_quarter_turn_about_the_centre_is_that_of_the_array() -> None:
+    quarter = torch.tensor([[[0.0, 1, 0], [-1, 0, 0], [0, 0, 1]]])
+    image = torch.rand(1, 1, 6, 8, 4, dtype=torch.float64)  # of a box, what lies in the middle square turns in itself
+    turned = warp(image, about_centre(quarter, image.shape[2:], like=image), like=image)
+    assert torch.allclose(turned[:, :, :, 1:7], image[:, :, :, 1:7].rot90(1, (2, 3)))
 
 
 def test_random_rotations_are_rotations_about_the_centre() -> None:

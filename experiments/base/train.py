@@ -28,7 +28,7 @@ from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.synthesis import random_anatomy
 from carlreg.training import Progress, Stage, train
-from carlreg.transforms import Affine, Identity, Transform, warp
+from carlreg.transforms import Affine, Identity, Transform, compose, warp
 
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
@@ -149,8 +149,8 @@ def write(report: dict[str, Any], folder: Path) -> None:
 class Data:
     """Packed volumes on the device, drawn as augmented pairs for training and as labelled pairs for scoring."""
 
-    def __init__(self, path: Path, side: int, device: torch.device) -> None:
-        self.side, self.device = side, device
+    def __init__(self, path: Path, side: int, device: torch.device, shift: float = 0.08) -> None:
+        self.side, self.device, self.shift = side, device, shift
         packed = np.load(path)
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
         self.sets = sorted({key.split("/")[0] for key in packed.files})
@@ -206,7 +206,7 @@ class Data:
         """Scales vary more than angles: so do fields of view."""
         linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * torch.randn(3, generator=generator))
-        shift = 0.08 * torch.randn(3, generator=generator)
+        shift = self.shift * torch.randn(3, generator=generator)
         centre = torch.full((3,), 0.5)
         return Affine.from_parts(linear[None], (centre - linear @ centre + shift)[None]).to(
             torch.empty(0, device=self.device)
@@ -232,9 +232,17 @@ class Data:
         return scores
 
     def score(
-        self, model: RegistrationAlgorithm, name: str, moving: str, fixed: str, optimize: int
+        self,
+        model: RegistrationAlgorithm,
+        name: str,
+        moving: str,
+        fixed: str,
+        optimize: int,
+        turn: Transform | None = None,
     ) -> dict[str, float]:
-        m, f = self.image(moving), self.image(fixed)
+        """Of one pair, of which the moving image is first turned if that is wanted: M ∘ turn."""
+        m, f, turn = self.image(moving), self.image(fixed), turn or Identity()
+        m = m if isinstance(turn, Identity) else warp(m, turn, like=m, outside="zeros")
         if optimize:
             phi: Transform = instance_optimize(model, m, f, steps=optimize).transform
         else:
@@ -243,8 +251,8 @@ class Data:
         labels_m = self.images[f"{moving}/labels"][None, None].float()
         labels_f = self.images[f"{fixed}/labels"][None, None].float()
         with torch.no_grad():
-            warped = warp(labels_m, phi, like=labels_f, mode="nearest")
-            unmoved = warp(labels_m, Identity(), like=labels_f, mode="nearest")
+            warped = warp(labels_m, compose(turn, phi), like=labels_f, mode="nearest")
+            unmoved = warp(labels_m, turn, like=labels_f, mode="nearest")
             row = {
                 "dice": mean_score(dice(warped, labels_f)),
                 "before": mean_score(dice(unmoved, labels_f)),

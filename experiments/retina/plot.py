@@ -114,26 +114,29 @@ def attention(arrays: Any, folder: Path) -> None:
 def pictures(arrays: Any, folder: Path) -> None:
     figure, axes = plt.subplots(1, 8, figsize=(15, 3), layout="constrained")
     for n, name in enumerate(("Baseline", "Scale Shift")):
-        points = arrays[f"{name}/points"]
-        height, width = points.shape[:2]
         panels = [arrays[f"{name}/{key}"] for key in ("moving", "warped")]
         for axis, image, title in zip(axes[4 * n :], panels, ("moving", "warped"), strict=False):
             axis.imshow(image, cmap="gray")
             axis.set_title(f"{name}: {title}", fontsize=9)
-        grid = axes[4 * n + 2]
-        x, y = points[..., 1] * (width - 1), points[..., 0] * (height - 1)
-        for i in range(0, height, 6):
-            grid.plot(x[i], y[i], color="k", linewidth=0.4)
-        for j in range(0, width, 6):
-            grid.plot(x[:, j], y[:, j], color="k", linewidth=0.4)
-        grid.set(xlim=(0, width), ylim=(height, 0), aspect="equal", title="grid")
-        grid.title.set_fontsize(9)
+        draw_grid(axes[4 * n + 2], arrays[f"{name}/points"])
+        axes[4 * n + 2].set_title("grid", fontsize=9)
         axes[4 * n + 3].imshow(arrays[f"{name}/fixed"], cmap="gray")
         axes[4 * n + 3].set_title("fixed", fontsize=9)
     for axis in axes:
         axis.set_xticks([])
         axis.set_yticks([])
     figure.savefig(folder / "pairs.png", dpi=100)
+
+
+def draw_grid(axis: Any, points: Any, every: int = 6) -> None:
+    """Where a map takes rows and columns of voxels: points (height, width, 2)."""
+    height, width = points.shape[:2]
+    x, y = points[..., 1] * (width - 1), points[..., 0] * (height - 1)
+    for i in range(0, height, every):
+        axis.plot(x[i], y[i], color="k", linewidth=0.4)
+    for j in range(0, width, every):
+        axis.plot(x[:, j], y[:, j], color="k", linewidth=0.4)
+    axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
 
 
 def main() -> None:

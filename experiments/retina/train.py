@@ -11,10 +11,11 @@ Baseline with seed 0, at the end and after diffusion. Runs that runs.json alread
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +92,9 @@ class Run:
             if int(step.skipped):
                 self.losses.append({"stage": number, "skipped": int(step.skipped)})
             if keep is not None and number == 0:
-                save(self.model, keep, dtype=torch.float16)
+                save_small(self.model, keep)
 
-    def score(self, tests: dict[Variant, Pairs]) -> dict[str, Any]:
+    def score(self, tests: Mapping[str, Pairs]) -> dict[str, Any]:
         self.model.eval()
         return {
             "network": self.network,
@@ -114,10 +115,24 @@ def dice_of(model: RegistrationAlgorithm | None, pairs: Pairs, batch: int = 40) 
         if model is not None:
             with mixed_precision(moving.device):
                 phi = model(moving, fixed)
-        first, second = (image > VESSEL for image in (warp(moving, phi, like=fixed), fixed))
-        common, total = ((first & second).flatten(1).sum(1), first.flatten(1).sum(1) + second.flatten(1).sum(1))
-        scores += [round(score, 5) for score in (2 * common / total.clamp(min=1)).tolist()]
+        scores += vessel_dice(moving, fixed, phi)
     return scores
+
+
+def vessel_dice(moving: Tensor, fixed: Tensor, phi: Transform) -> list[float]:
+    """Of each pair of a batch."""
+    first, second = (image > VESSEL for image in (warp(moving, phi, like=fixed), fixed))
+    common, total = ((first & second).flatten(1).sum(1), first.flatten(1).sum(1) + second.flatten(1).sum(1))
+    return [round(score, 5) for score in (2 * common / total.clamp(min=1)).tolist()]
+
+
+def save_small(model: RegistrationAlgorithm, path: Path) -> None:
+    """As half floats, if they can hold it."""
+    try:
+        save(model, path, dtype=torch.float16)
+    except ValueError as error:
+        print(f"{path.name} is kept as it is: {error}")
+        save(model, path)
 
 
 def side_by_side(runs: list[Run], folder: Path, deadline: float) -> bool:
@@ -190,25 +205,49 @@ def main() -> None:
         if (network, variant, seed) not in done
     ]
     print(f"data ready after {time.monotonic() - start:.0f} s; {len(wanted)} runs of {epoch} + {stages[1].steps} steps")
-    for first in range(0, len(wanted), arguments.together):
-        group = wanted[first : first + arguments.together]
-        runs = [Run(network, variant, seed, sets["train"][variant], stages, device) for network, variant, seed in group]
+    train_in_groups(
+        [
+            functools.partial(Run, network, variant, seed, sets["train"][variant], stages, device)
+            for network, variant, seed in wanted
+        ],
+        sets["test"],
+        result,
+        path,
+        together=arguments.together,
+        deadline=start + arguments.seconds,
+        commit=arguments.commit,
+    )
+
+
+def train_in_groups(
+    wanted: Sequence[Callable[[], Run]],
+    tests: Mapping[str, Pairs],
+    result: dict[str, Any],
+    path: Path,
+    *,
+    together: int,
+    deadline: float,
+    commit: str,
+) -> None:
+    """Train and score runs, some of them side by side, and write what they gave: scores first, then models."""
+    for first in range(0, len(wanted), together):
+        runs = [make() for make in wanted[first : first + together]]
         began = time.monotonic()
-        if not side_by_side(runs, arguments.out, start + arguments.seconds):
+        if not side_by_side(runs, path.parent, deadline):
             print("the time is up")
             return
         seconds = time.monotonic() - began
-        speed = len(runs) * sum(stage.steps for stage in stages) / seconds
+        speed = sum(stage.steps for run in runs for stage in run.stages) / seconds
         result["speed"].append({"runs": [run.name for run in runs], "steps_per_second": round(speed, 1)})
         for run in runs:
-            result["runs"].append({"commit": arguments.commit, **run.score(sets["test"])})
+            result["runs"].append({"commit": commit, **run.score(tests)})
             means = {k: sum(v) / len(v) for k, v in result["runs"][-1]["dice"].items()}
-            words = ", ".join(f"{variant} {value:.3f}" for variant, value in means.items())
-            print(f"{time.monotonic() - start:.0f} s, {speed:.0f} steps/s, {run.name}: {words}", flush=True)
+            words = ", ".join(f"{test} {value:.3f}" for test, value in means.items())
+            print(f"{seconds:.0f} s, {speed:.0f} steps/s, {run.name}: {words}", flush=True)
         write_atomically(path, (json.dumps(result) + "\n").encode())
         for run in runs:
             if run.kept:
-                save(run.model, arguments.out / f"{safe(run)}.safetensors", dtype=torch.float16)
+                save_small(run.model, path.parent / f"{safe(run)}.safetensors")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,17 @@ def add_refinement(
     return TwoStep(model, psi.to(weights.device, weights.dtype)).train(model.training)
 
 
+def first_step(model: RegistrationAlgorithm) -> RegistrationAlgorithm:
+    """Down{Down{Ξ}} of TwoStep{Down{TwoStep{Down{Ξ}, Ψ1}}, Ψ2}: a model without its refinements. The weights are the
+    model's own, so that to train the one is to train the other.
+    """
+    if isinstance(model, TwoStep):
+        return first_step(model.phi)
+    if isinstance(model, Downsample):
+        return Downsample(first_step(model.phi), model.aligned)
+    return model
+
+
 def _refined(
     first: CoordinateAttention | PredictDisplacement,
     refinements: int,

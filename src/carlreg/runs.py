@@ -81,7 +81,7 @@ class Settings:
     batch: int = 4
     """Pairs in a step, over all processes."""
     diffusion_steps: int | None = None
-    """First, with diffusion: 1500 for a new network, none for a trained one."""
+    """First, with diffusion: 1500 for a new network, 4500 if it learns rotations, none for a trained one."""
     steps: int = 50_000
     """With GradICON."""
     refine_steps: int = 0
@@ -130,7 +130,10 @@ class Settings:
 
     def stages(self) -> list[Stage]:
         rotate = self.model == "carl_rot" if self.rotate is None else self.rotate
-        first = (1_500 if self.is_new else 0) if self.diffusion_steps is None else self.diffusion_steps
+        turns_anew = rotate and self.is_new  # as the paper begins with CARL{ROT}: Ξ alone, three times as long
+        first = 4_500 if turns_anew else 1_500 if self.is_new else 0
+        if self.diffusion_steps is not None:
+            first = self.diffusion_steps
         common: dict[str, Any] = {
             "weight": self.regularity,
             "learning_rate": self.rate,
@@ -138,10 +141,11 @@ class Settings:
             "label_weight": self.label_weight,
             "rotate": rotate,
         }
+        begin = {**common, "weight": (7 if turns_anew else 1) * self.regularity, "first_step_alone": turns_anew}
         later = {**common, "final_learning_rate": self.final_rate}
         careful = 0 if self.is_new else min(100, self.steps // 10)  # Adam knows nothing yet of a trained network
         stages = [
-            Stage(first, "diffusion", **common),
+            Stage(first, "diffusion", **begin),
             Stage(self.steps, warm_up=careful, **later),
             Stage(self.refine_steps, refine=True, **later),
         ]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from carlreg.distributed import Team
 from carlreg.losses import Loss, Regularity, registration_loss
 from carlreg.metrics import folding
-from carlreg.models import add_refinement, describe, save, write_atomically
+from carlreg.models import add_refinement, describe, first_step, save, write_atomically
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import Augmented, RegistrationAlgorithm
 from carlreg.transforms import Affine, random_rotation
@@ -63,7 +63,9 @@ class Stage:
     """Append a refinement, with its last convolution at zero, before the first step."""
     rotate: bool = False
     """Train through `Augmented`, R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn from SO(D) at each step. What is saved
-    is Φ. Such a stage runs without CUDA graphs: a graph cannot invert Q."""
+    is Φ."""
+    first_step_alone: bool = False
+    """Leave the refinements out and as they are, and train what comes before them, Ξθ, alone."""
 
     def rate(self, step: int) -> float:
         """The learning rate at a step of this stage."""
@@ -76,6 +78,12 @@ class Stage:
 
 PAPER = (Stage(1_500, "diffusion"), Stage(50_000), Stage(50_000, refine=True))
 """The paper's schedule, for a network of two refinements."""
+PAPER_ROT = (
+    Stage(4_500, "diffusion", 10.5, rotate=True, first_step_alone=True),
+    Stage(50_000, rotate=True),
+    Stage(50_000, rotate=True, refine=True),
+)
+"""The same for CARL{ROT}."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,8 @@ def train(
                 return model.eval()
             choice = torch.Generator().manual_seed(_mix(seed, number, step))
             drawn = [part.to(device, non_blocking=True) for part in draw(choice)]
-            rotations = _rotations(drawn[0], drawn[1], choice, team) if stage.rotate else None
             labels = _labels_of(drawn) if stage.label_weight else None
-            loss = runner(drawn[0], drawn[1], stage.rate(step), _mix(seed, number, step) + 1, rotations, labels)
+            loss = runner(drawn[0], drawn[1], stage.rate(step), _mix(seed, number, step) + 1, labels)
             last = step + 1 == stage.steps
             if last or (step + 1) % log_every == 0:
                 state["skipped"] = before + int(runner.skipped)
@@ -208,12 +215,13 @@ def _labels_of(drawn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return drawn[2], drawn[3]
 
 
-def _rotations(moving: Tensor, fixed: Tensor, generator: torch.Generator, team: Team) -> Tensor:
+def _rotations(moving: Tensor, fixed: Tensor, seed: int, team: Team) -> Tensor:
     """R of each moving and Q of each fixed image, (2B, D, D+1), as `both` wants them: one after the other."""
     if moving.shape != fixed.shape:
         raise ValueError(
             f"moving has shape {tuple(moving.shape)} and fixed {tuple(fixed.shape)}; expected the same to rotate them"
         )
+    generator = torch.Generator().manual_seed(seed)
     drawn = [
         random_rotation(image.shape[2:], team.size * len(image), like=image, generator=generator).matrix
         for image in (moving, fixed)
@@ -230,8 +238,8 @@ def _refine(model: RegistrationAlgorithm, seed: int, stage: int) -> Registration
 class TrainingStep:
     """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted.
 
-    For loops other than `train`: call it with the images, the learning rate and a seed for what is random in the loss.
-    `optimizer` is Adam's state to go on from. `skipped` counts the steps that were left out.
+    For loops other than `train`: call it with the images, the learning rate and a seed for what is random in the loss,
+    rotations among it. `optimizer` is Adam's state to go on from. `skipped` counts the steps that were left out.
     """
 
     def __init__(
@@ -245,10 +253,11 @@ class TrainingStep:
         optimizer: dict[str, Any] | None = None,
         team: Team | None = None,
     ) -> None:
-        self.model, self.stage, self.precision, self.team = model, stage, precision, team or Team()
+        self.model = first_step(model) if stage.first_step_alone else model
+        self.stage, self.precision, self.team = stage, precision, team or Team()
         self.on_gpu = device.type == "cuda"
         self.rate = torch.zeros((), device=device)
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.rate, fused=True, capturable=self.on_gpu)
         if optimizer is not None:
             self.optimizer.load_state_dict(optimizer)
         for group in self.optimizer.param_groups:
@@ -257,7 +266,7 @@ class TrainingStep:
         self.skipped, self.skipped_in_a_row = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = 0
-        captured = self.on_gpu and graphs is not False and self.team.size == 1 and not stage.rotate
+        captured = self.on_gpu and graphs is not False and self.team.size == 1
         # cuBLAS keeps a workspace per stream: graphs captured on one stream could not be replayed side by side.
         self.stream = torch.cuda.Stream() if captured else None
 
@@ -267,28 +276,33 @@ class TrainingStep:
         fixed: Tensor,
         rate: float,
         seed: int,
-        rotations: Tensor | None = None,
         labels: tuple[Tensor, Tensor] | None = None,
     ) -> Loss:
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
+        given = {"moving": moving, "fixed": fixed}
+        if self.stage.rotate:
+            given["rotations"] = _rotations(moving, fixed, seed, self.team)
+        if labels is not None:
+            given |= {"moving_labels": labels[0], "fixed_labels": labels[1]}
         if self.stream is None:
-            return self._run(moving, fixed, labels, rotations)
+            return self._run(**given)
         if self.graph is None and self.warm < 3:  # kernels are chosen and compiled before anything is captured
             self.warm += 1
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self._run(moving, fixed, labels)
+                result = self._run(**given)
             torch.cuda.current_stream().wait_stream(self.stream)
             return result
         if self.graph is None:
-            self.inputs = [part.clone() for part in (moving, fixed, *(labels or ()))]
+            self.inputs = {name: part.clone() for name, part in given.items()}
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
             self.optimizer.zero_grad(set_to_none=True)
             with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self._run(self.inputs[0], self.inputs[1], _pair(self.inputs[2:]))
-        for kept, new in zip(self.inputs, (moving, fixed, *(labels or ())), strict=True):
+                self.result = self._run(**self.inputs)
+        for name, kept in self.inputs.items():
+            new = given[name]
             if new.shape != kept.shape:
                 raise ValueError(
                     f"images or labels changed shape from {tuple(kept.shape)} to {tuple(new.shape)} within a stage; "
@@ -306,10 +320,12 @@ class TrainingStep:
         self,
         moving: Tensor,
         fixed: Tensor,
-        labels: tuple[Tensor, Tensor] | None,
         rotations: Tensor | None = None,
+        moving_labels: Tensor | None = None,
+        fixed_labels: Tensor | None = None,
     ) -> Loss:
         algorithm = self.model if rotations is None else Augmented(self.model, lambda _: Affine(rotations))
+        known = [labels.float() for labels in (moving_labels, fixed_labels) if labels is not None]
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         before = torch._foreach_add(statistics, 0) if statistics else []
@@ -324,7 +340,7 @@ class TrainingStep:
             regularity=self.stage.regularity,
             weight=self.stage.weight,
             generator=self.generator,
-            labels=None if labels is None else (labels[0].float(), labels[1].float()),
+            labels=(known[0], known[1]) if known else None,
             label_weight=self.stage.label_weight,
         )
         loss.total.backward()
@@ -342,10 +358,6 @@ class TrainingStep:
         self.skipped += ~finite
         self.skipped_in_a_row.add_(1).mul_(~finite)
         return Loss(*values)
-
-
-def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    return (tensors[0], tensors[1]) if tensors else None
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -105,7 +105,18 @@ class Affine(Transform):
 
     @full_precision
     def inverse(self) -> Affine:
-        linear = torch.linalg.inv(self.linear)
+        """Cofactors over determinant, for D up to 3: `torch.linalg.inv` would wait for the device, which a CUDA graph
+        cannot. The inverse of a singular map is not finite."""
+        dim = self.matrix.shape[1]
+        whole = torch.eye(3, dtype=self.matrix.dtype, device=self.matrix.device).repeat(len(self.matrix), 1, 1)
+        whole[:, :dim, :dim] = self.linear
+
+        def moved_up(rows: int, columns: int) -> Tensor:
+            return whole.roll((-rows, -columns), dims=(1, 2))
+
+        cofactors = moved_up(1, 1) * moved_up(2, 2) - moved_up(1, 2) * moved_up(2, 1)
+        determinant = (whole * cofactors)[:, :1].sum(dim=2, keepdim=True)
+        linear = (cofactors.mT / determinant)[:, :dim, :dim]
         return Affine.from_parts(linear, -(linear @ self.shift[..., None])[..., 0])
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Affine:
@@ -321,20 +332,24 @@ def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: f
 def random_rotation(
     shape: Sequence[int], batch: int, *, like: Tensor, generator: torch.Generator | None = None
 ) -> Affine:
-    """Rotations drawn uniformly from SO(D), about the centre of an image with isotropic voxels and these sides.
-
-    A rotation in voxels is conjugated by the box's aspect ratio to become a map of unit coordinates.
-    """
+    """Rotations drawn uniformly from SO(D), about the centre of an image with isotropic voxels and these sides."""
     dim = len(shape)
     gaussian = torch.randn(batch, dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, upper = torch.linalg.qr(gaussian)
     orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # makes QR's answer unique: Haar measure
     orthogonal[:, :, 0] *= torch.linalg.det(orthogonal).sign()[:, None]
+    return about_centre(orthogonal, shape, like=like)
+
+
+def about_centre(linear: Tensor, shape: Sequence[int], *, like: Tensor) -> Affine:
+    """Linear maps (B, D, D) of voxels, a rotation say, about the centre of an image with these sides, as a map of its
+    unit coordinates: conjugated by the box's aspect ratio."""
     size = torch.tensor([max(n - 1, 1) for n in shape], dtype=torch.float64)
-    linear = orthogonal * size / size[:, None]
-    centre = torch.full((batch, dim), 0.5, dtype=torch.float64)
+    linear = linear.to(torch.float64) * size / size[:, None]
+    centre = torch.full((*linear.shape[:2],), 0.5, dtype=torch.float64)
     shift = centre - (linear @ centre[..., None])[..., 0]
-    return Affine.from_parts(linear, shift).to(like)
+    # So few numbers a GPU takes without the host waiting until it is done with what it does.
+    return Affine.from_parts(linear, shift).map_tensors(lambda matrix: matrix.to(like, non_blocking=like.is_cuda))
 
 
 def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:

@@ -55,7 +55,7 @@ def train(
     diffusion_steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps with diffusion first; by default 1500 for a new network, 0 otherwise.",
+            help="Steps with diffusion first; by default 1500 for a new network, 4500 if it learns rotations, else 0.",
             min=0,
             rich_help_panel=SCHEDULE,
         ),

@@ -40,10 +40,12 @@ def random_anatomy(
     affine: float = 0.1,
     shift: float = 0.15,
     same_contrast: float = 0.8,
+    body: tuple[float, float] = (0.4, 0.9),
 ) -> Pairs:
     """Pairs of images of random solids, on the generator's device, always the same for the same generator.
 
-    Both images of a pair show one random anatomy: regions, balls and tubes in a body. Each is bent by waves with this
+    Both images of a pair show one random anatomy: regions, balls and tubes in a body whose half axes lie between the
+    two numbers of `body`, so that it may reach out of the image or be seen whole. Each is bent by waves with this
     `slope`, turned and scaled by about `affine`, moved by up to `shift` of the image, coloured (alike in
     `same_contrast` of the pairs), blurred unevenly, shaded and covered with noise.
 
@@ -55,7 +57,7 @@ def random_anatomy(
     if batch < 1:
         raise ValueError(f"batch is {batch}; expected 1 or more")
     draw = _Draw(batch, dim, generator)
-    anatomy = _Anatomy.random(draw)
+    anatomy = _Anatomy.random(draw, body)
     count = 1 + REGIONS + BALLS + len(TUBES)
     colours = draw.uniform(count)
     others = torch.where(draw.uniform(1) < same_contrast, colours, draw.uniform(count))
@@ -99,10 +101,10 @@ class _Anatomy:
     tubes: tuple[Tensor, ...]  # (B, D − 1, *lattice) each: where all of them vanish is a curve
 
     @classmethod
-    def random(cls, draw: _Draw) -> _Anatomy:
+    def random(cls, draw: _Draw, body: tuple[float, float]) -> _Anatomy:
         dim = draw.dim
         centres = [draw.uniform(BALLS, dim, low=0.1, high=0.9), draw.uniform(1, dim, low=0.45, high=0.55)]
-        radii = [draw.uniform(BALLS, dim, low=0.05, high=0.2), draw.uniform(1, dim, low=0.4, high=0.9)]
+        radii = [draw.uniform(BALLS, dim, low=0.05, high=0.2), draw.uniform(1, dim, low=body[0], high=body[1])]
         return cls(
             coarse=draw.smooth(REGIONS, 5),
             fine=draw.smooth(REGIONS, 11),

@@ -1,0 +1,78 @@
+"""Turned images, which the scripts of this folder share. Imported first, it finds the retina experiment's modules.
+
+The retinas are those of the Baseline set (experiments/retina/data.py) without the empty rows below them: in the middle
+of a square so large that they stay in view however they are turned. A moving image is turned at its full resolution,
+before it is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg.transforms import Affine, about_centre, random_rotation, warp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "retina"))
+
+from data import PADDING, POOLING, Pairs, build  # type: ignore[import-not-found]
+
+SIDE = 192
+"""Of the square. A retina is about 135 wide."""
+ANGLES = tuple(range(0, 181, 15))
+
+
+def turn(degrees: float, shape: Sequence[int], *, like: Tensor, plane: tuple[int, int] = (0, 1)) -> Affine:
+    """x ↦ x turned about the middle of an image with these sides, in the plane of two of its axes."""
+    linear = torch.eye(len(shape), dtype=torch.float64)
+    i, j = plane
+    linear[i, i] = linear[j, j] = math.cos(math.radians(degrees))
+    linear[j, i] = math.sin(math.radians(degrees))
+    linear[i, j] = -linear[j, i]
+    return about_centre(linear[None], shape, like=like)
+
+
+def square(segmentations: Tensor, seed: int, angles: Sequence[float], side: int = SIDE) -> dict[str, Pairs]:
+    """Pairs made of binary images (N, 1, height, width), for each angle by which the moving ones are turned."""
+    upright = build(segmentations, "Baseline", seed)
+    fixed = framed(upright.fixed[:, :, : -(PADDING // POOLING)], side)
+    whole = framed(torch.cat([segmentations, segmentations.flip(2)]), side, POOLING)
+    turns = {f"{angle:g}": turn(angle, whole.shape[2:], like=whole) for angle in angles}
+    return {
+        angle: Pairs(F.avg_pool2d(warp(whole, by, like=whole, outside="zeros"), POOLING), fixed, upright.retina)
+        for angle, by in turns.items()
+    }
+
+
+def framed(images: Tensor, side: int, pooling: int = 1) -> Tensor:
+    """In the middle of an empty square that has this side once it is averaged over blocks."""
+    padding = []
+    for n in reversed(images.shape[2:]):
+        before = pooling * ((side - n // pooling) // 2)
+        padding += [before, pooling * side - n - before]
+    return F.pad(images, padding)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Pairs whose images are turned at random, each on its own, whenever they are drawn: before any loss sees them."""
+
+    pairs: Pairs
+    generator: torch.Generator
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        moving, fixed = self.pairs.at(index)
+        return self.any_way(moving), self.any_way(fixed)
+
+    def any_way(self, images: Tensor) -> Tensor:
+        rotation = random_rotation(images.shape[2:], len(images), like=images, generator=self.generator)
+        return warp(images, rotation, like=images)

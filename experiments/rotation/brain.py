@@ -1,0 +1,147 @@
+"""Train CARL{ROT} in 3-D on brains and random anatomy, and score it on turned brains.
+
+    python experiments/base/prepare.py DATA carry/turned.npz --sets brain --isotropic 2
+    python experiments/rotation/brain.py carry/turned.npz OUT --seconds 500          # again, until all steps are done
+    python experiments/rotation/brain.py carry/turned.npz OUT --seconds 0 --sweep 6  # Dice against the angle
+
+The paper's procedure: R and Q any rotations, inside the loss; Ξ alone with diffusion first, then the whole with
+GradICON. The same command goes on where OUT/run stands. A run is judged by Dice on the `dev` pairs (training subjects
+kept back), each moving brain turned once at random. Writes scores.json, the best model as half floats, and with
+`--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With `--model`, training goes on
+from that one, or with `--steps 0` only the sweep is made of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from angles import ANGLES, turn  # type: ignore[import-not-found]
+from torch import Tensor
+
+from carlreg.models import carl_rot, load, save, write_atomically
+from carlreg.registration import RegistrationAlgorithm
+from carlreg.synthesis import random_anatomy
+from carlreg.training import Progress, Stage, train
+from carlreg.transforms import random_rotation
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
+
+from train import SIDE, Data  # type: ignore[import-not-found]
+
+UNETS: dict[str, Any] = {"unet_down": (16, 32, 48, 96, 96), "unet_up": (96, 64, 48, 32, 16)}
+"""With an encoder 64 wide, 6.06 M parameters: 11.6 MiB of half floats."""
+PLANES = {"sagittal": (1, 2), "coronal": (0, 2), "axial": (0, 1)}
+"""Array axes (left to right, back to front, bottom to top) in whose plane a brain is turned."""
+BODY = (0.25, 0.42)
+"""Half axes of the random anatomy: it stays in view however it is turned."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, help="a model to go on from")
+    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
+    parser.add_argument("--diffusion", type=int, default=1500, help="steps of Ξ alone with diffusion first")
+    parser.add_argument("--steps", type=int, default=6000, help="steps with GradICON")
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
+    parser.add_argument("--synthetic", type=float, default=0.3, help="share of pairs that show random anatomy")
+    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--width", type=int, default=64, help="of the encoder")
+    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
+    parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
+    parser.add_argument("--split", default="dev", choices=("dev", "val"), help="of the sweep")
+    parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
+    parser.add_argument("--optimize", type=int, default=0, help="steps of instance optimisation in the sweep")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(arguments.seed)
+    data = Data(arguments.data, arguments.side, device, shift=0.02)  # a turned brain has no more room
+    later = {"learning_rate": arguments.rate, "final_learning_rate": arguments.final_rate, "rotate": True}
+    stages = [Stage(arguments.steps, warm_up=100, **later)]
+    if arguments.model is not None:
+        model = load(arguments.model, device=device)
+    else:
+        model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
+        common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
+        stages.insert(0, Stage(arguments.diffusion, "diffusion", 10.5, first_step_alone=True, **common))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{count / 1e6:.2f} M parameters, {2 * count / 2**20:.1f} MiB of half floats", flush=True)
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
+        made = [
+            anatomy(generator) if torch.rand((), generator=generator) < arguments.synthetic else brains(generator)
+            for _ in range(arguments.pairs)
+        ]
+        return tuple(torch.cat(part) for part in zip(*made, strict=True))
+
+    def anatomy(generator: torch.Generator) -> list[Tensor]:
+        own = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        made = random_anatomy((arguments.side,) * 3, generator=own, body=BODY, shift=0.05)
+        return [made.moving, made.fixed]
+
+    def brains(generator: torch.Generator) -> list[Tensor]:
+        return list(data.draw_pair(generator, 0.0, False))
+
+    dev = data.pairs("brain", "dev")
+    like = torch.empty(0, device=device)
+    turns = random_rotation((arguments.side,) * 3, len(dev), like=like, generator=torch.Generator().manual_seed(0))
+
+    def on_dev(model: RegistrationAlgorithm) -> float:
+        rows = [data.score(model, "brain", *pair, 0, turns[n : n + 1]) for n, pair in enumerate(dev)]
+        dice, before = (float(np.mean([row[key] for row in rows])) for key in ("dice", "before"))
+        print(f"dev, turned at random: Dice {dice:.4f}, before {before:.4f}", flush=True)
+        return dice
+
+    def show(progress: Progress) -> None:
+        if progress.step % 100 == 0:
+            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
+            print(f"stage {progress.stage} step {progress.step} ({progress.seconds:.0f} s): {parts}", flush=True)
+
+    model = train(
+        model,
+        draw,
+        stages,
+        out=arguments.out / "run",
+        seed=arguments.seed,
+        validate=on_dev,
+        validate_every=arguments.validate_every,
+        save_every=arguments.validate_every,
+        seconds=arguments.seconds,
+        callback=show,
+    )
+    best = arguments.out / "run" / "best.safetensors"
+    model = load(best, device=device) if best.exists() else model
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    report = {
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "parameters": count,
+        "settings": settings,
+        "dev": on_dev(model),
+    }
+    write_atomically(arguments.out / "scores.json", (json.dumps(report, indent=2) + "\n").encode())
+    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata={"name": "carl-rot"})
+    if arguments.sweep:
+        pairs = data.pairs("brain", arguments.split)[: arguments.sweep]
+        sweep: dict[str, Any] = {**report, "pairs": pairs, "planes": {plane: {} for plane in PLANES}}
+        for angle in arguments.angles:
+            for name, plane in PLANES.items():
+                by = turn(angle, (arguments.side,) * 3, like=like, plane=plane)
+                rows = [data.score(model, "brain", *pair, arguments.optimize, by) for pair in pairs]
+                sweep["planes"][name][f"{angle:g}"] = [row["dice"] for row in rows]
+                print(f"{name}, {angle:g}°: Dice {np.mean([row['dice'] for row in rows]):.4f}", flush=True)
+            write_atomically(arguments.out / "brain.json", (json.dumps(sweep) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

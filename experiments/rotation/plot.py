@@ -1,0 +1,105 @@
+"""Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
+runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks.
+
+python experiments/rotation/plot.py experiments/rotation/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import angles  # type: ignore[import-not-found] # noqa: F401
+import matplotlib.pyplot as plt
+import numpy as np
+from plot import draw_grid, mean  # type: ignore[import-not-found]
+
+LOOKS = {
+    "rot": ("CARL{ROT}", "tab:red"),
+    "outside": ("CARL{ROT}, augmented outside the loss", "tab:purple"),
+    "CARL": ("CARL", "#d99a00"),
+    "displacement": ("displacement", "tab:blue"),
+}
+
+
+def line(axis: Any, scores: dict[str, list[float]], **look: Any) -> None:
+    """Mean Dice at each angle."""
+    found = sorted((float(angle), mean(dice)) for angle, dice in scores.items())
+    axis.plot([angle for angle, _ in found], [dice for _, dice in found], **look)
+
+
+def curves(folder: Path) -> None:
+    """Every run over all test pairs on the left; the few pairs that were optimised as well on the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    runs = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
+    for run in runs["runs"]:
+        label, colour = LOOKS[run["network"]]
+        line(left, run["dice"], color=colour, label=label)
+    line(left, runs["unregistered"], color="0.5", linestyle=":", label="unregistered")
+    left.set(title="networks alone, all test pairs", ylabel="Dice of vessels", ylim=(0, 1))
+    path = folder / "sweep.json"
+    if path.exists():
+        sweep = json.loads(path.read_text(encoding="utf-8"))
+        for how, style in (("network", ":"), ("optimised", "-")):
+            for network, scores in sweep[how].items():
+                label, colour = LOOKS.get(network, (network, "k"))
+                line(right, scores, color=colour, linestyle=style, label=f"{label}, {how}")
+        right.set(title=f"{sweep['pairs']} pairs; dotted: alone, solid: {sweep['steps']} steps optimised")
+    for axis in (left, right):
+        axis.set(xlabel="degrees by which the moving image is turned", xticks=range(0, 181, 30))
+    named = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    left.legend(named.values(), named.keys(), fontsize=8)
+    figure.savefig(folder / "angles.png", dpi=110)
+
+
+def brains(paths: list[Path], folder: Path) -> None:
+    """One line for every plane in which brains are turned."""
+    figure, axis = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
+    for path, colour in zip(paths, ("tab:red", "#d99a00", "tab:blue", "tab:green", "k"), strict=False):
+        planes = json.loads(path.read_text(encoding="utf-8"))["planes"]
+        for plane, style in zip(planes, ("-", "--", ":"), strict=True):
+            line(axis, planes[plane], color=colour, linestyle=style, label=f"{path.stem}, {plane}")
+    axis.set(xlabel="degrees by which the moving brain is turned", ylabel="Dice, subcortical", ylim=(0, 1))
+    axis.legend(fontsize=8)
+    figure.savefig(folder / "brain.png", dpi=110)
+
+
+def grids(folder: Path) -> None:
+    """One pair by each network: where the grid lies in empty space tells whether it turns as a whole."""
+    with np.load(folder / "sweep.npz") as arrays:
+        networks = list(dict.fromkeys(key.split("/")[0] for key in arrays.files))
+        figure, axes = plt.subplots(
+            len(networks), 4, figsize=(9, 2.4 * len(networks)), layout="constrained", squeeze=False
+        )
+        for network, row in zip(networks, axes, strict=True):
+            for axis, what in zip(row, ("moving", "warped", "points", "fixed"), strict=True):
+                if what == "points":
+                    points = arrays[f"{network}/points"]
+                    draw_grid(axis, points)
+                    middle, half = np.array(points.shape[:2]) / 2, max(points.shape[:2])  # corners lie outside
+                    axis.set(xlim=(middle[1] - 0.8 * half, middle[1] + 0.8 * half))
+                    axis.set(ylim=(middle[0] + 0.8 * half, middle[0] - 0.8 * half))
+                else:
+                    axis.imshow(arrays[f"{network}/{what}"], cmap="gray")
+                axis.set(xticks=[], yticks=[])
+                axis.set_title("grid" if what == "points" else what, fontsize=8)
+            row[0].set_ylabel(LOOKS.get(network, (network, ""))[0], fontsize=7)
+        figure.savefig(folder / "grids.png", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    if (folder / "runs.json").exists():
+        curves(folder)
+    if paths := sorted(folder.glob("brain*.json")):
+        brains(paths, folder)
+    if (folder / "sweep.npz").exists():
+        grids(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The scripts of the rotation experiment, with tiny networks for two steps; and that they turn what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "experiments" / "rotation"
+
+
+def run(script: str | Path, *words: object) -> str:
+    """What a script prints; it must end well."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    command = [sys.executable, str(FOLDER / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def retinas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty drawings of 96 × 96: thick arcs of circles, each its own way."""
+    random = np.random.default_rng(0)
+    i, j = np.mgrid[:96, :96]
+    images = np.zeros((20, 96, 96), bool)
+    for image in images:
+        for _ in range(5):
+            (y, x), radius = random.uniform(0, 96, 2), random.uniform(20, 70)
+            image |= np.abs(np.hypot(i - y, j - x) - radius) < 2
+    path = tmp_path_factory.mktemp("data") / "retina.npz"
+    np.savez(path, bits=np.packbits(images.reshape(20, -1), axis=1), shape=images.shape)
+    return path
+
+
+def test_retinas_from_training_to_the_figure(retinas: Path, tmp_path: Path) -> None:
+    small = ("--side", 32, "--angles", 0, 90)
+    words = (retinas, tmp_path, "--tiny", "--images", 1, "--steps", 2, "--diffusion", 2, *small)
+    run("train.py", *words)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert [one["network"] for one in runs["runs"]] == ["rot", "outside", "CARL", "displacement"]
+    assert {angle: len(scores) for angle, scores in runs["runs"][0]["dice"].items()} == {"0": 40, "90": 40}
+    assert [entry["step"] for entry in runs["runs"][0]["losses"]] == [2, 2]
+    methods = [f"--method={name}={tmp_path / f'{name}-Baseline-0.safetensors'}" for name in ("rot", "CARL")]
+    run("sweep.py", retinas, tmp_path, *methods, "--pairs", 1, "--optimize", 1, *small)
+    sweep = json.loads((tmp_path / "sweep.json").read_text())
+    assert {name: list(scores) for name, scores in sweep["optimised"].items()} == {
+        "rot": ["0", "90"],
+        "CARL": ["0", "90"],
+    }
+    brain = {plane: {"0": [0.5, 0.7], "90": [0.4]} for plane in ("sagittal", "coronal", "axial")}  # as brain.py writes
+    (tmp_path / "brain.json").write_text(json.dumps({"planes": brain}))
+    run("plot.py", tmp_path)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("angles", "grids", "brain"))
+
+
+def test_a_turned_retina_is_the_retina_turned(retinas: Path) -> None:
+    """At quarter turns the array itself can be turned; the fixed images are those of upright pairs, in their places."""
+    code = (
+        "import torch, angles, data; "
+        f"images = data.load({str(retinas)!r}, 'cpu')[1][:2]; "
+        "made = angles.square(images, 1, [0, 90, 180], 32); "
+        "assert torch.allclose(made['90'].moving, made['0'].moving.rot90(-1, (2, 3)), atol=1e-5); "
+        "assert torch.allclose(made['180'].moving, made['0'].moving.rot90(2, (2, 3)), atol=1e-5); "
+        "flat = data.build(images, 'Baseline', 1); "
+        "assert torch.equal(made['0'].fixed[:, :, 4:28, 4:28], flat.fixed[:, :, :24]); "
+        "assert torch.allclose(made['0'].moving[:, :, 4:28, 4:28], flat.moving[:, :, :24], atol=1e-5); "
+        "assert made['0'].moving.sum() > 100"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True
+    )
+
+
+def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
+    """A pack of boxes in balls: broken off and taken up again, then turned by two angles."""
+    random = np.random.default_rng(0)
+    i, j, k = np.mgrid[:32, :32, :32]
+    packed = {}
+    for n, split in enumerate(["train", "train", "dev", "dev"]):
+        y, x = random.uniform(9, 14, 2)
+        labels = ((abs(i - y) < 4) & (abs(j - x) < 3) & (abs(k - 16) < 5)).astype(np.uint8)
+        ball = (i - 16) ** 2 + (j - 16) ** 2 + (k - 16) ** 2 < 13**2
+        packed |= {
+            f"brain/{split}/{n}": (100 * ball + 100 * labels).astype(np.uint8),
+            f"brain/{split}/{n}/labels": labels,
+        }
+    np.savez(tmp_path / "pack.npz", **packed)
+    words = (tmp_path / "pack.npz", tmp_path, "--side", 16, "--width", 4, "--pairs", 1, "--diffusion", 1, "--steps", 1)
+    run("brain.py", *words, "--synthetic", 0.5, "--seconds", 0)
+    run("brain.py", *words, "--synthetic", 0.5, "--sweep", 1, "--angles", 0, 90)
+    log = [json.loads(entry) for entry in (tmp_path / "run" / "log.jsonl").open()]
+    assert [(entry["stage"], entry["step"]) for entry in log if "losses" in entry] == [(0, 1), (1, 1)]
+    sweep = json.loads((tmp_path / "brain.json").read_text())
+    assert {plane: list(scores) for plane, scores in sweep["planes"].items()} == {
+        plane: ["0", "90"] for plane in ("sagittal", "coronal", "axial")
+    }
+    assert len({scores["0"][0] for scores in sweep["planes"].values()}) == 1
+
+
+def test_isotropic_packs_keep_proportions(tmp_path: Path) -> None:
+    """A ball of 24 mm, in voxels that are no cubes and off the middle, is a ball of 12 voxels of 2 mm in the pack."""
+    nib = pytest.importorskip("nibabel")
+    shape, spacing = (60, 30, 50), np.array([1.0, 2.5, 1.5])
+    place = np.stack(np.mgrid[: shape[0], : shape[1], : shape[2]], -1) * spacing
+    middle = (np.array(shape) - 1) / 2 * spacing
+    ball = np.linalg.norm(place - middle - [4, 0, -6], axis=-1) < 24
+    for split, count in (("train", 4), ("val", 1)):
+        (tmp_path / "brain" / split).mkdir(parents=True)
+        for n in range(count):
+            for name, values in ((f"{n}", 200 * ball), (f"{n}_labels", 60 * ball)):
+                scan = nib.Nifti1Image(values.astype(np.uint8), np.diag([*spacing, 1]))
+                nib.save(scan, tmp_path / "brain" / split / f"{name}.nii.gz")
+    run(ROOT / "experiments/base/prepare.py", tmp_path, tmp_path / "pack.npz", "--sets", "brain", "--isotropic", 2)
+    with np.load(tmp_path / "pack.npz") as packed:
+        assert len(packed.files) == 10
+        image, labels = packed["brain/dev/1"], packed["brain/dev/1/labels"]
+    assert image.shape == (96, 96, 96)
+    for seen in (image > 100, labels == 14):
+        inside = np.argwhere(seen)
+        assert inside.mean(axis=0) == pytest.approx(47.5 + np.array([2, 0, -3]), abs=0.25)
+        assert inside.max(axis=0) - inside.min(axis=0) + 1 == pytest.approx(24, abs=1.5)
