@@ -26,11 +26,11 @@ from carlreg.optimize import optimize_fields
 from carlreg.transforms import Transform, warp
 
 SETTINGS: list[dict[str, float]] = [
-    {"fold_weight": 0.0},
-    {"fold_weight": 20.0},
-    {"fold_weight": 20.0, "weight": 1.0},
-    {"fold_weight": 20.0, "weight": 3.0},
-    {"fold_weight": 20.0, "smoothing": 1.5},
+    {},
+    {"learning_rate": 0.5},
+    {"smoothing": 3.0},
+    {"weight": 0.75},
+    {"steps": 40},
 ]
 
 

@@ -113,15 +113,26 @@ def instance_optimize(
         return Optimized(best[1], best[2], losses, best[0], stopped)
 
 
+LEVELS = 3
+"""Grids that the fields are optimised on."""
+COARSE = 3
+"""Steps on each of the coarser ones, to one on the finest."""
+
+
+def steps_in_all(steps: int, levels: int = LEVELS) -> int:
+    """Of `optimize_fields`, over all levels."""
+    return steps * (1 + COARSE * (levels - 1))
+
+
 def optimize_fields(
     transform: Transform,
     inverse: Transform,
     moving: Tensor,
     fixed: Tensor,
     *,
-    steps: int = 40,
-    levels: int = 3,
-    learning_rate: float = 0.5,
+    steps: int = 20,
+    levels: int = LEVELS,
+    learning_rate: float = 1.0,
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
     weight: float = 1.5,
@@ -134,9 +145,10 @@ def optimize_fields(
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's answer.
 
     A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`.
-    Half of the `steps` go to the finest of the `levels`, the images' own grid; a quarter to a grid with half as many
-    voxels a side, and so on. Changes of the fields are smoothed by a Gaussian of `smoothing` voxels, and Adam moves
-    them by about `learning_rate` voxels a step. Returns the best iterate on the finest grid; `losses` are of that grid.
+    There are `steps` on the finest of the `levels`, the images' own grid, and first three times as many on each of the
+    coarser ones, with half as many voxels a side, a quarter, and so on, where they cost little. Changes of the fields
+    are smoothed by a Gaussian of `smoothing` voxels, and Adam moves them by about `learning_rate` voxels a step.
+    Returns the best iterate on the finest grid; `losses` are of that grid.
     `callback(step, loss)` sees every step of every level.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
@@ -169,7 +181,7 @@ def optimize_fields(
             changes = [torch.zeros_like(field, requires_grad=True) for field in start]
             optimizer = torch.optim.Adam(changes, lr=learning_rate)
             losses, best = [], None
-            last = done + steps // 2 ** (level + (level + 1 < levels))
+            last = done + (COARSE * steps if level else steps)
             while True:
                 current = [
                     field + _voxel(field) * gaussian_blur(change, smoothing)

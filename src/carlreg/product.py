@@ -176,10 +176,10 @@ def register(
 
     `model` is a name of the package's models, the path of a model file, or a model. After the network's answer,
     `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
-    where there is a GPU), or over the displacement fields (40 by default, elsewhere); 0 leaves them out. Masks say
-    where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation. Where the images, laid onto
-    one another box by box, match better than by the network's answer, that is what the optimisation starts from, unless
-    `allow_identity` is False.
+    where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more on coarser grids); 0
+    leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation.
+    Where the images, laid onto one another box by box, match better than by the network's answer, that is what the
+    optimisation starts from, unless `allow_identity` is False.
 
     "rigid" and "affine" are closed-form robust least squares, in millimetres, to the network's dense answer where the
     fixed image is not background; with `fit_to="attention"` to the matches of its coordinate attention alone, weighted
@@ -228,7 +228,7 @@ def register(
     clock.lap("reading")
 
     chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
-    usual = {"weights": 50, "fields": 40}[chosen] if transform == "deformable" else 0
+    usual = {"weights": 50, "fields": 20}[chosen] if transform == "deformable" else 0
     steps = usual if io_iterations is None else io_iterations
     metrics: dict[str, float] = {}
     if transform != "deformable" and fit_to == "attention":

@@ -111,7 +111,7 @@ def register(
     io_iterations: Annotated[
         str,
         typer.Option(
-            help="Steps of instance optimisation. 0 or None leaves it out; auto is 50 over the weights, 40 over the "
+            help="Steps of instance optimisation. 0 or None leaves it out; auto is 50 over the weights, 20 over the "
             "fields, none for rigid and affine transforms."
         ),
     ] = "auto",
@@ -234,7 +234,7 @@ def _one(
     if out is not None:
         check_folder(out, overwrite=overwrite, also=(PAGE,) if html else ())
     with working("reading", quiet) as progress:
-        steps = options["io_iterations"] or (50 if options["over"] == "weights" else 40)
+        steps = _steps(options["io_iterations"], options["over"], options["device"])
         result = register_pair(
             **pair.sources(),
             model=model,
@@ -252,6 +252,16 @@ def _one(
     seconds = result.settings["seconds"]["total"]
     say(f"{out or transform_out or warped_out}: {_summary(result.metrics)}{seconds:.0f} s", quiet)
     return {**result.metrics, "seconds": seconds}
+
+
+def _steps(iterations: int | None, over: str, device: str) -> int:
+    """How many there will be, for a bar."""
+    from carlreg.inputs import choose_device
+    from carlreg.optimize import steps_in_all
+
+    if over == "weights" or (over == "auto" and choose_device(device).type == "cuda"):
+        return iterations or 50
+    return steps_in_all(iterations or 20)
 
 
 def _summary(metrics: dict[str, float]) -> str:
