@@ -2,8 +2,10 @@
 
     python experiments/base/train.py carry/base.npz OUT --seconds 290
 
-Starts from `--model`, if given, else anew. Writes the best model by mean Dice on the `dev` pairs (training subjects
-kept back), as half floats, and scores.json: Dice per set on `dev` and `val` with and without instance optimisation.
+Starts from `--model`, if given, else anew; with `--network gradicon` a GradICON network of the same size, to compare
+with; with `--leave-out abdomen` without that anatomy, to see what it does with what it has not seen. Writes the best
+model by mean Dice on the `dev` pairs (training subjects kept back), as half floats, and scores.json: Dice per set on
+`dev` and `val` with and without instance optimisation.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import carl, load, save
+from carlreg.models import carl, gradicon, load, save
 from carlreg.optimize import instance_optimize
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm
@@ -35,6 +38,11 @@ MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
 """How often pairs of each set are drawn."""
 STRUCTURES = 14
 """Labels that are learnt from, at most: all of the brain's and the abdomen's."""
+NETWORKS: dict[str, Callable[[int], RegistrationAlgorithm]] = {
+    "carl": lambda width: carl(3, 2, width=width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)),
+    "gradicon": lambda _: gradicon(3, 2, unet_down=(16, 32, 64, 112, 128), unet_up=(112, 80, 48, 32, 16)),
+}
+"""Both have 10 M parameters."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
 
@@ -44,6 +52,9 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, help="a model to go on from")
+    parser.add_argument("--refine", action="store_true", help="with one more refinement than that model has")
+    parser.add_argument("--network", choices=NETWORKS, default="carl", help="where none is given")
+    parser.add_argument("--leave-out", choices=MIX, help="a set that is scored but not trained on")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--seconds", type=float, help="how long to train at most")
     parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
@@ -64,6 +75,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
     data = Data(arguments.data, arguments.side, device)
+    data.drawn = [name for name in data.sets if name != arguments.leave_out]
     start = time.monotonic()
     common: dict[str, Any] = {
         "learning_rate": arguments.rate,
@@ -72,11 +84,9 @@ def main() -> None:
     }
     if arguments.model is not None:
         model = load(arguments.model, device=device)
-        stages = [Stage(arguments.steps, warm_up=100, **common)]
+        stages = [Stage(arguments.steps, warm_up=100, refine=arguments.refine, **common)]
     else:
-        model = carl(3, 2, width=arguments.width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)).to(
-            device
-        )
+        model = NETWORKS[arguments.network](arguments.width).to(device)
         stages = [
             Stage(arguments.diffusion, "diffusion", learning_rate=arguments.rate, warm_up=50),
             Stage(arguments.steps, warm_up=50, **common),
@@ -122,14 +132,15 @@ def main() -> None:
         "grid": arguments.side,
         "settings": {
             name: getattr(arguments, name)
-            for name in ("diffusion", "steps", "rate", "final_rate", "pairs", "width", "synthetic", "label_weight")
+            for name in vars(arguments)
+            if name not in ("data", "out", "model", "commit", "seed", "seconds")
         },
     }
     save(
         model,
         arguments.out / "model.safetensors",
         dtype=torch.float16,
-        metadata={"name": "carl-base", "ct_range": "-125 275"},
+        metadata={"name": arguments.network, "ct_range": "-125 275", "grid": " ".join(3 * [str(arguments.side)])},
     )
     for split in ("dev", "val"):
         report[split] = {"network": data.evaluate(model, split)}
@@ -154,6 +165,8 @@ class Data:
         packed = np.load(path)
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
         self.sets = sorted({key.split("/")[0] for key in packed.files})
+        self.drawn = self.sets
+        """Those that are trained on."""
         self.names = {
             (name, split): sorted(
                 key for key in packed.files if key.startswith(f"{name}/{split}/") and not key.endswith("labels")
@@ -179,13 +192,13 @@ class Data:
         return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
 
     def draw_pair(self, generator: torch.Generator, synthetic: float, labelled: bool) -> list[Tensor]:
-        weights = torch.tensor([MIX[name] for name in self.sets])
+        weights = torch.tensor([MIX[name] for name in self.drawn])
         if torch.rand((), generator=generator) < synthetic:
             seed = int(torch.randint(2**62, (), generator=generator))
             made = random_anatomy((self.side,) * 3, generator=torch.Generator(self.device).manual_seed(seed))
             images, labels = [made.moving, made.fixed], [made.moving_labels, made.fixed_labels]
         else:
-            name = self.sets[int(torch.multinomial(weights, 1, generator=generator))]
+            name = self.drawn[int(torch.multinomial(weights, 1, generator=generator))]
             keys = self.names[name, "train"]
             mirror = bool(torch.rand((), generator=generator) < 0.5)
             images, labels = [], []

@@ -1,0 +1,45 @@
+"""`carl demo`, as `make demo` runs it, with its figures kept: Dice and true error before and after, and after a shift.
+
+    python experiments/demo/run.py OUT
+
+Writes demo.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from carlreg.models import write_atomically
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for the demo's images and reports")
+    out = parser.parse_args().out
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "carlreg", "demo", "--overwrite", "--out", str(out)], check=True)
+    seconds = time.perf_counter() - start
+    words = ["git", "describe", "--always", "--dirty"]
+    report = {
+        "commit": subprocess.run(words, capture_output=True, text=True, cwd=HERE).stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "command_seconds": round(seconds, 1),
+        **json.loads((out / "demo.json").read_text(encoding="utf-8")),
+    }
+    write_atomically(HERE / "demo.json", (json.dumps(report, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
