@@ -42,13 +42,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    grid = read_metadata(arguments.model)["grid"]
+    told = read_metadata(arguments.model)
+    kept = {key: told[key] for key in ("grid", "ct_range") if key in told}  # how images are made ready
     labels = [int(word) for word in arguments.labels.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         methods = {}
         for number, (name, model) in enumerate(stages(load(arguments.model)).items()):
             path = Path(folder) / f"{number}.safetensors"
-            save(model, path, metadata={"grid": grid})
+            save(model, path, metadata=kept)
             methods[name] = by_model(str(path), io_iterations=0, device=arguments.device)
         pairs = oasis.pairs(arguments.data)[: arguments.pairs]
         found = evaluate(pairs, methods, labels=labels, done=tell)
