@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,7 @@ def main() -> None:
     probes = {name: float(np.mean([row["probe_dice"][name] for row in rows])) for name in rows[0]["probe_dice"]}
     report = {
         "commit": commit,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "model": DEFAULT if arguments.model == "default" else arguments.model,
         "pairs": len(rows),
         "mean_probe_dice": probes,

@@ -14,6 +14,9 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import platform
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,14 @@ def main() -> None:
         rows.append({"shift_mm": shift, "angle_degrees": angle, "dice": dice, "failures": failures})
         print(json.dumps(rows[-1]), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "moved.json").write_text(json.dumps({"pairs": len(pairs), "rows": rows}, indent=2) + "\n")
+    words = ["git", "describe", "--always", "--dirty"]
+    report = {
+        "commit": subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "pairs": [pair.name for pair in pairs],
+        "rows": rows,
+    }
+    (arguments.out / "moved.json").write_text(json.dumps(report, indent=2) + "\n")
     draw(rows, list(methods), arguments.out / "moved.png")
 
 
