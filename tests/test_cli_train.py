@@ -293,8 +293,8 @@ def test_learning_from_labels(scans: Path, tmp_path: Path, capsys: pytest.Captur
     more = ["--label-weight", "1", "--no-tensorboard"]
     assert main(command(scans / "scans.csv", tmp_path / "run", *more)) == 0
     losses = [entry["losses"] for entry in entries(tmp_path / "run") if "losses" in entry]
-    assert all(0 < part["overlap"] < 2 for part in losses)
-    weights = {"similarity": 1.0, "regularity": 1.5, "overlap": 1.0}
+    assert all(0 < part["label_loss"] < 2 for part in losses)
+    weights = {"similarity": 1.0, "regularity": 1.5, "label_loss": 1.0}
     for part in losses:
         assert part["total"] == pytest.approx(sum(weight * part[name] for name, weight in weights.items()), rel=1e-4)
     rows = [f"{scans}/s{i}.nii.gz" for i in range(4)]

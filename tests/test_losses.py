@@ -19,9 +19,9 @@ from carlreg.losses import (
     gradicon,
     gradicon_on_grid,
     jittered_points,
+    label_loss,
     local_correlation,
     mind_ssc,
-    overlap,
 )
 from carlreg.metrics import dice, folding
 
@@ -289,7 +289,7 @@ def test_folds_lead_out_of_a_fold() -> None:
     assert folding(DisplacementField(field), image) == 0
 
 
-def test_overlap_is_dice_where_nothing_is_interpolated() -> None:
+def test_the_label_loss_is_dice_where_nothing_is_interpolated() -> None:
     """Moved by whole voxels, with labels of which one is missing on either side."""
     labels = torch.zeros(2, 1, 12, 10, dtype=torch.long)
     labels[0, 0, 2:6, 3:8], labels[0, 0, 7:10, 1:4], labels[1, 0, 4:9, 4:9] = 1, 2, 3
@@ -297,11 +297,11 @@ def test_overlap_is_dice_where_nothing_is_interpolated() -> None:
     fixed_labels = labels.roll(1, dims=2)
     fixed_labels[0][fixed_labels[0] == 2] = 0
     fixed = torch.cat([fixed_labels == value for value in (1, 2, 3)], dim=1).float()
-    found = overlap(maps, fixed, voxel_points(fixed).expand(2, -1, -1, -1))
+    found = label_loss(maps, fixed, voxel_points(fixed).expand(2, -1, -1, -1))
     expected = [dice(labels[i : i + 1], fixed_labels[i : i + 1], [value])[value] for i, value in ((0, 1), (1, 3))]
     assert float(found) == pytest.approx(1 - sum(expected) / 2, abs=1e-6)
-    assert float(overlap(maps, maps, voxel_points(maps).expand(2, -1, -1, -1))) == pytest.approx(0, abs=1e-6)
-    assert float(overlap(maps, torch.zeros_like(maps), voxel_points(maps).expand(2, -1, -1, -1))) == 0
+    assert float(label_loss(maps, maps, voxel_points(maps).expand(2, -1, -1, -1))) == pytest.approx(0, abs=1e-6)
+    assert float(label_loss(maps, torch.zeros_like(maps), voxel_points(maps).expand(2, -1, -1, -1))) == 0
 
 
 def test_labels_pull_images_without_contrast_into_place() -> None:
@@ -314,8 +314,8 @@ def test_labels_pull_images_without_contrast_into_place() -> None:
     for _ in range(60):
         fields = [DisplacementField(shift.expand(1, 2, 24, 24)) for shift in (there, back)]
         loss = registration_loss(*fields, blank, blank, similarity="ssd", labels=(moving, fixed), label_weight=2.0)
-        assert loss.overlap is not None
-        assert float(loss.total) == pytest.approx(float(loss.similarity + 1.5 * loss.regularity + 2 * loss.overlap))
+        assert loss.label_loss is not None
+        assert float(loss.total) == pytest.approx(float(loss.similarity + 1.5 * loss.regularity + 2 * loss.label_loss))
         optimizer.zero_grad()
         loss.total.backward()
         optimizer.step()

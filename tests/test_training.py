@@ -259,7 +259,7 @@ def test_labels_are_learnt_from_where_a_stage_says_so(tmp_path: Path) -> None:
     stages = [Stage(2), Stage(2, label_weight=0.5)]
     train(network(), labelled, stages, out=tmp_path / "some", log_every=1)
     parts = [json.loads(line)["losses"] for line in (tmp_path / "some" / "log.jsonl").open()]
-    assert ["overlap" in part for part in parts] == [False, False, True, True]
+    assert ["label_loss" in part for part in parts] == [False, False, True, True]
     with pytest.raises(ValueError, match="2 tensors were drawn; expected 4"):
         train(network(), draw, stages, out=tmp_path / "none")
 

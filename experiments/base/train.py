@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.refine and arguments.model is None:
+        parser.error("--refine goes on from a model: expected --model too")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
@@ -103,7 +105,7 @@ def main() -> None:
     def on_dev(model: RegistrationAlgorithm) -> float:
         scores = data.evaluate(model, "dev", most_pairs=6)
         print("dev", {k: round(v["dice"], 4) for k, v in scores.items()}, flush=True)
-        return float(np.mean([scores[name]["dice"] for name in scores]))
+        return float(np.mean([scores[name]["dice"] for name in data.drawn]))
 
     model = train(
         model,

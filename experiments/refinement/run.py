@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     told = read_metadata(arguments.model)
-    kept = {key: told[key] for key in ("grid", "ct_range") if key in told}  # how images are made ready
+    kept = {key: value for key, value in told.items() if key in ("grid", "ct_range")}  # how images are made ready
     labels = [int(word) for word in arguments.labels.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         methods = {}

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
     parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
-    parser.add_argument("--split", default="dev", choices=("dev", "val"), help="of the sweep")
+    parser.add_argument("--split", default="val", choices=("dev", "val"), help="of the sweep")
     parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
     parser.add_argument("--optimize", type=int, default=0, help="steps of instance optimisation in the sweep")
     parser.add_argument("--seed", type=int, default=0)
@@ -121,7 +121,7 @@ def main() -> None:
         callback=show,
     )
     best = arguments.out / "run" / "best.safetensors"
-    model = load(best, device=device) if best.exists() else model
+    model = load(best, device=device) if arguments.steps and best.exists() else model
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     report = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",

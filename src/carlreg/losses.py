@@ -250,11 +250,11 @@ class Loss:
     """Both directions added up."""
     regularity: Tensor
     """Before its weight."""
-    overlap: Tensor | None = None
-    """Of labels, both directions added up, before its weight; where labels were given."""
+    label_loss: Tensor | None = None
+    """1 − Dice, both directions added up, so from 0 to 2, before its weight; where labels were given."""
 
     def floats(self) -> dict[str, float]:
-        parts = {name: getattr(self, name) for name in ("total", "similarity", "regularity", "overlap")}
+        parts = {name: getattr(self, name) for name in ("total", "similarity", "regularity", "label_loss")}
         return {name: float(part.detach()) for name, part in parts.items() if part is not None}
 
 
@@ -283,7 +283,7 @@ def registration_loss(
     jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
 
     `labels` are what is known of the moving and of the fixed image, (B, K, *shape) each, from 0 to 1 for each of K
-    structures: their overlap, both ways, is added with its weight. The paper does without.
+    structures: `label_loss`, both ways, is added with its weight. The paper does without.
     """
     measure = find_similarity(similarity)
     ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
@@ -303,11 +303,11 @@ def registration_loss(
     if labels is None:
         return Loss(total, similar, regular)
     of_moving, of_fixed = labels
-    overlapping = overlap(of_moving, of_fixed, ab) + overlap(of_fixed, of_moving, ba)
-    return Loss(total + label_weight * overlapping, similar, regular, overlapping)
+    apart = label_loss(of_moving, of_fixed, ab) + label_loss(of_fixed, of_moving, ba)
+    return Loss(total + label_weight * apart, similar, regular, apart)
 
 
-def overlap(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
+def label_loss(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
     """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, φ being given at the voxels of F, (B, *shape, D):
     for each pair the mean over the structures that both images show, 0 if there are none; then the mean over pairs."""
     axes = tuple(range(2, moving.dim()))

@@ -95,7 +95,7 @@ def plot_curves(folder: Path, measure: str | None) -> Path | None:
     curves = {
         "similarity loss, both ways": [(e, e["losses"]["similarity"]) for e in steps],
         "regularity, before its weight": [(e, e["losses"]["regularity"]) for e in steps],
-        "1 − overlap of labels, both ways": [(e, e["losses"]["overlap"]) for e in steps if "overlap" in e["losses"]],
+        "label loss, both ways": [(e, e["losses"]["label_loss"]) for e in steps if "label_loss" in e["losses"]],
         "folds, %": [(e, e["folds"]) for e in steps],
         f"validation: {measure}": [(e, e["validation"]) for e in scores],
     }

@@ -26,6 +26,13 @@ from carlreg.transforms import DisplacementField, Transform
 
 logger = logging.getLogger(__name__)
 
+WEIGHT_STEPS, FIELD_STEPS = 50, 20
+"""Of instance optimisation, where none are asked for; of the fields, on the finest grid."""
+LEVELS = 3
+"""Grids that fields are optimised on."""
+COARSE = 3
+"""Steps on each of the coarser ones, to one on the finest."""
+
 
 @dataclass(frozen=True)
 class Optimized:
@@ -48,7 +55,7 @@ def instance_optimize(
     moving: Tensor,
     fixed: Tensor,
     *,
-    steps: int = 50,
+    steps: int = WEIGHT_STEPS,
     learning_rate: float = 2e-5,
     similarity: str | Similarity = "lncc",
     weight: float = 1.5,
@@ -113,12 +120,6 @@ def instance_optimize(
         return Optimized(best[1], best[2], losses, best[0], stopped)
 
 
-LEVELS = 3
-"""Grids that the fields are optimised on."""
-COARSE = 3
-"""Steps on each of the coarser ones, to one on the finest."""
-
-
 def steps_in_all(steps: int, levels: int = LEVELS) -> int:
     """Of `optimize_fields`, over all levels."""
     return steps * (1 + COARSE * (levels - 1))
@@ -130,7 +131,7 @@ def optimize_fields(
     moving: Tensor,
     fixed: Tensor,
     *,
-    steps: int = 20,
+    steps: int = FIELD_STEPS,
     levels: int = LEVELS,
     learning_rate: float = 1.0,
     smoothing: float = 2.0,

@@ -33,7 +33,7 @@ from carlreg.inputs import Case, LoadedModel, Prepared, choose_device, load_mode
 from carlreg.losses import Loss, Similarity, find_similarity, registration_loss
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import write_atomically
-from carlreg.optimize import Optimized, instance_optimize, optimize_fields
+from carlreg.optimize import FIELD_STEPS, WEIGHT_STEPS, Optimized, instance_optimize, optimize_fields
 from carlreg.precision import mixed_precision
 from carlreg.registration import CoordinateAttention, RegistrationAlgorithm, coordinate_matches
 from carlreg.transforms import Identity, Transform, fit_affine, fit_rigid, fit_robustly
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 Over = Literal["auto", "weights", "fields"]
 Way = Literal["weights", "fields"]
+USUAL: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 Kind = Literal["deformable", "affine", "rigid"]
 FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
@@ -228,8 +229,7 @@ def register(
     clock.lap("reading")
 
     chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
-    usual = {"weights": 50, "fields": 20}[chosen] if transform == "deformable" else 0
-    steps = usual if io_iterations is None else io_iterations
+    steps = 0 if io_iterations is None and transform != "deformable" else io_iterations
     metrics: dict[str, float] = {}
     if transform != "deformable" and fit_to == "attention":
         say("coordinate attention")
@@ -279,7 +279,7 @@ def register(
         "device": str(place),
         "transform": transform,
         "fit_to": None if transform == "deformable" else fit_to,
-        "io_iterations": 0 if solved.over is None else steps,
+        "io_iterations": 0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
         "io_over": solved.over,
         "io_sim": io_sim if isinstance(io_sim, str) else getattr(io_sim, "__name__", "a function"),
         "regularity": regularity,
@@ -332,7 +332,7 @@ def _solve(
     case: Case,
     transform: Kind,
     *,
-    steps: int,
+    steps: int | None,
     over: Way,
     allow_identity: bool,
     loss: dict[str, Any],
@@ -350,7 +350,7 @@ def _solve(
         notes.append("the images, laid onto one another, match better as they are than by the network's answer")
     clock.lap("network")
     optimized: Optimized | None = None
-    if steps:
+    if steps != 0:
         say("optimisation")
         optimized, over = _optimize(network, (forward, backward), m, f, over=over, steps=steps, **loss, **options)
         forward, backward = optimized.transform, optimized.inverse
@@ -365,7 +365,7 @@ def _solve(
         world = itk.to_world(forward, f.image, m.image, grid=case.fixed)
     else:
         world = _fit_to_network(forward, m, f, transform)
-    return _Solved(world, metrics, optimized, over if steps else None, tuple(notes))
+    return _Solved(world, metrics, optimized, None if optimized is None else over, tuple(notes))
 
 
 def _finite(phi: Transform) -> Transform:
@@ -409,16 +409,20 @@ def _optimize(
     f: Prepared,
     *,
     over: Way,
+    steps: int | None,
     **options: Any,
 ) -> tuple[Optimized, Way]:
-    """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights."""
+    """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights. Each way
+    has its usual number of steps."""
     options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
     if over == "weights":
         try:
-            return instance_optimize(network, m.tensor, f.tensor, **options), over
+            asked = USUAL["weights"] if steps is None else steps
+            return instance_optimize(network, m.tensor, f.tensor, steps=asked, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-    return optimize_fields(*answer, m.tensor, f.tensor, **options), "fields"
+    asked = USUAL["fields"] if steps is None else steps
+    return optimize_fields(*answer, m.tensor, f.tensor, steps=asked, **options), "fields"
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:

@@ -278,6 +278,11 @@ class TrainingStep:
         seed: int,
         labels: tuple[Tensor, Tensor] | None = None,
     ) -> Loss:
+        if bool(self.stage.label_weight) != (labels is not None):
+            raise ValueError(
+                f"labels are {'not ' * (labels is None)}given, and the stage's label weight is "
+                f"{self.stage.label_weight:g}; expected them where there is a weight, and nowhere else"
+            )
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
         given = {"moving": moving, "fixed": fixed}
@@ -346,7 +351,7 @@ class TrainingStep:
         loss.total.backward()
         self.phi, self.image = phi[:1].detach(), fixed[:1]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        parts = (loss.total, loss.similarity, loss.regularity, loss.overlap)
+        parts = (loss.total, loss.similarity, loss.regularity, loss.label_loss)
         values = [part.detach().clone() for part in parts if part is not None]
         self.team.average([*gradients, *statistics, *values])  # before the check: all leave out the same steps
         finite = torch.stack(torch._foreach_norm([*gradients, *statistics])).isfinite().all()

@@ -112,7 +112,7 @@ def register(
         str,
         typer.Option(
             help="Steps of instance optimisation. 0 or None leaves it out; auto is 50 over the weights, 20 over the "
-            "fields, none for rigid and affine transforms."
+            "fields (and three times as many on each of two coarser grids), none for rigid and affine transforms."
         ),
     ] = "auto",
     io_sim: Annotated[Similarity, typer.Option(help="The similarity that is optimised.")] = Similarity.lncc,
@@ -240,7 +240,7 @@ def _one(
             model=model,
             **options,
             progress=progress.say,
-            callback=lambda step, _: progress.step(step, steps),
+            callback=lambda step, _: progress.step(step, max(step, steps)),
         )
         progress.say("writing")
         if out is not None:
@@ -254,14 +254,14 @@ def _one(
     return {**result.metrics, "seconds": seconds}
 
 
-def _steps(iterations: int | None, over: str, device: str) -> int:
+def _steps(asked: int | None, over: str, device: str) -> int:
     """How many there will be, for a bar."""
     from carlreg.inputs import choose_device
-    from carlreg.optimize import steps_in_all
+    from carlreg.optimize import FIELD_STEPS, WEIGHT_STEPS, steps_in_all
 
     if over == "weights" or (over == "auto" and choose_device(device).type == "cuda"):
-        return iterations or 50
-    return steps_in_all(iterations or 20)
+        return WEIGHT_STEPS if asked is None else asked
+    return steps_in_all(FIELD_STEPS if asked is None else asked)
 
 
 def _summary(metrics: dict[str, float]) -> str:
