@@ -452,6 +452,7 @@ def test_the_page_about_a_killed_run_says_what_the_file_says() -> None:
         f"({run['images']} to train on",
         f"the run takes {run['seconds']:.0f} s",
         f"rises from {dice[0]:.2f} after 100 steps to {dice[-1]:.2f} at the end",
+        "({:.2f} and {:.2f} in the killed run)".format(*(run["dice"]["broken"][n] for n in (0, -1))),
         f"killed {run['killed_at']['step']} steps into its second stage",
         f"is {max(apart[:killed]):.3f} before the kill and {max(apart[killed:]):.3f} after it",
     ):

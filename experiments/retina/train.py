@@ -2,7 +2,7 @@
 
     python experiments/retina/train.py carry/retina.npz OUT --networks CARL --variants Baseline Shift --seeds 0 1 2
 
-The paper's schedule: Adam with rate 3e-4, batches of 10 pairs, one epoch of diffusion and 145 of GradICON. Each run is
+The authors' schedule: Adam with rate 3e-4, batches of 10 pairs, one epoch of diffusion and 145 of GradICON. Each run is
 captured as a CUDA graph of its own stream, so that the small kernels of one fill the gaps of another. Writes
 runs.json, with the Dice of every run on all three test sets; and of each network the model that was trained on
 Baseline with seed 0, at the end and after diffusion. Runs that runs.json already holds are left out.

@@ -130,7 +130,7 @@ class Settings:
 
     def stages(self) -> list[Stage]:
         rotate = self.model == "carl_rot" if self.rotate is None else self.rotate
-        turns_anew = rotate and self.is_new  # as the paper begins with CARL{ROT}: Ξ alone, three times as long
+        turns_anew = rotate and self.is_new  # as the authors begin with CARL{ROT}: Ξ alone, three times as long
         first = 4_500 if turns_anew else 1_500 if self.is_new else 0
         if self.diffusion_steps is not None:
             first = self.diffusion_steps

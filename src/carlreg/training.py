@@ -83,7 +83,7 @@ PAPER_ROT = (
     Stage(50_000, rotate=True),
     Stage(50_000, rotate=True, refine=True),
 )
-"""The same for CARL{ROT}."""
+"""The same for CARL{ROT}; Ξθ alone first, and its weight, are from the authors' code."""
 
 
 @dataclass(frozen=True)
