@@ -4,11 +4,11 @@
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 500          # again, until all steps are done
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 0 --sweep 6  # Dice against the angle
 
-The authors' procedure, with a shorter first stage: R and Q any rotations, inside the loss; Ξ alone with diffusion first, then the whole with
-GradICON. The same command goes on where OUT/run stands. A run is judged by Dice on the `dev` pairs (training subjects
-kept back), each moving brain turned once at random. Writes scores.json, the best model as half floats, and with
-`--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With `--model`, training goes on
-from that one, or with `--steps 0` only the sweep is made of it.
+The authors' procedure, with a shorter first stage: R and Q any rotations, inside the loss; Ξ alone with diffusion
+first, then the whole with GradICON. The same command goes on where OUT/run stands. A run is judged by Dice on the
+`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, the best model
+as half floats, and with `--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With
+`--model`, training goes on from that one, or with `--steps 0` only the sweep is made of it.
 """
 
 from __future__ import annotations

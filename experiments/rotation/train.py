@@ -2,12 +2,12 @@
 
     python experiments/rotation/train.py carry/retina.npz OUT --seeds 0 1 2
 
-`rot` is CARL{ROT} by the authors' procedure, with a shorter first stage: both images of a pair are turned any way, and the answer is turned back
-before the loss sees it; first Ξ alone with diffusion, then the whole with GradICON. `outside` is the same network and
-schedule, but the loss sees the turned images and all of the rotation. `CARL` and `displacement` never see a turned
-image. All are trained and tested on Baseline, in the middle of a square. Writes runs.json, with the Dice of every run
-at every angle of the moving image; and of each network the models of seed 0, at the end and after diffusion. Runs that
-runs.json already holds are left out.
+`rot` is CARL{ROT} by the authors' procedure, with a shorter first stage: both images of a pair are turned any way, and
+the answer is turned back before the loss sees it; first Ξ alone with diffusion, then the whole with GradICON.
+`outside` is the same network and schedule, but the loss sees the turned images and all of the rotation. `CARL` and
+`displacement` never see a turned image. All are trained and tested on Baseline, in the middle of a square. Writes
+runs.json, with the Dice of every run at every angle of the moving image; and of each network the models of seed 0, at
+the end and after diffusion. Runs that runs.json already holds are left out.
 """
 
 from __future__ import annotations
