@@ -7,7 +7,7 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -455,6 +455,24 @@ def test_the_page_about_a_killed_run_says_what_the_file_says() -> None:
         "({:.2f} and {:.2f} in the killed run)".format(*(run["dice"]["broken"][n] for n in (0, -1))),
         f"killed {run['killed_at']['step']} steps into its second stage",
         f"is {max(apart[:killed]):.3f} before the kill and {max(apart[killed:]):.3f} after it",
+    ):
+        assert sentence in page, sentence
+
+
+def test_the_page_about_the_inside_says_what_the_file_says() -> None:
+    result, page = experiment("inside/results.json"), read("experiments/inside/README.md")
+    probes = result["mean_probe_dice"]
+    row = f"| mean Dice of the probe, {result['pairs']} pairs | {' | '.join(f'{v:.2f}' for v in probes.values())} |"
+    assert table(page, f"| | {' | '.join(probes)} |") == [row]
+    rows = result["rows"]
+    spread = median(row["spread_mm_of_25_voxels"]["median"] for row in rows)
+    near = median(row["share_within_30_mm_of_the_peak"]["median"] for row in rows)
+    border = max(row["share_in_the_two_outermost_layers_of_the_padding"]["largest"] for row in rows)
+    liver = [row["probe_dice"]["liver"] for row in rows]
+    for sentence in (
+        f"is {spread:.0f} mm in the median of voxels and pairs, and {100 * near:.0f} % of a mask lies within 30 mm",
+        f"hold at most {100 * border:.1f} % of a mask",
+        f"with Dice from {min(liver):.2f} to {max(liver):.2f}",
     ):
         assert sentence in page, sentence
 

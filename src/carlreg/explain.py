@@ -311,9 +311,9 @@ def draw_point(seen: Explanation, voxel: Sequence[int]) -> bytes:
         _show(plots[1][column], there, _aspect(mask.affine, kept))
         _show(plots[1][column], over, _aspect(mask.affine, kept), cmap="hot", alpha=_opacity(over))
         _show(plots[2][column], mask.data if flat else mask.data.max(axis), _aspect(mask.affine, kept), cmap="hot")
-    plots[0][0].set_title("fixed, and the point", fontsize=8)
-    plots[1][0].set_title(f"moving, and its attention: spread {spread:.1f} mm", fontsize=8)
-    plots[2][0].set_title("attention, maximum-intensity projections", fontsize=8)
+    plots[0][0].set_title("fixed, and the point", fontsize=8, loc="left")
+    plots[1][0].set_title(f"moving, and its attention: spread {spread:.1f} mm", fontsize=8, loc="left")
+    plots[2][0].set_title("attention, maximum-intensity projections", fontsize=8, loc="left")
     return _png(figure)
 
 
