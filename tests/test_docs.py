@@ -477,6 +477,50 @@ def test_the_page_about_the_inside_says_what_the_file_says() -> None:
         assert sentence in page, sentence
 
 
+def test_the_ablation_says_what_the_files_say() -> None:
+    page, index = read("experiments/refinement/README.md"), read("experiments/README.md")
+    rows = []
+    for name, words in (("abdomen", "abdomen, 5 organs"), ("brain", "brain, 14 structures")):
+        found = experiment(f"refinement/{name}/scores.json")["methods"]
+        dice = [found[method]["dice"] for method in ("Ξ alone", "Ξ and 1 Ψ", "Ξ and 2 Ψ")]
+        (pairs,) = {method["pairs"] for method in found.values()}
+        rows.append(f"| {words} | {pairs} | {' | '.join(f'{value:.3f}' for value in dice)} |")
+        assert "{:.1f} after Ξ, {:.1f} after Ψ1, {:.1f} after Ψ2".format(*(100 * value for value in dice)) in index
+        assert all(found[method]["folds_percent"] == 0 for method in ("Ξ alone", "Ξ and 1 Ψ"))
+    assert table(page, "| | pairs | Ξ alone | Ξ and 1 Ψ | Ξ and 2 Ψ |") == rows
+    folds = experiment("refinement/abdomen/scores.json")["methods"]["Ξ and 2 Ψ"]["folds_percent"]
+    assert f"{folds:.3f} % of the voxels" in page
+
+
+def test_every_table_and_figure_says_what_the_files_say() -> None:
+    """Figures of carl-base and of the retina networks in experiments/README.md."""
+    page = read("experiments/README.md")
+    network = experiment("base/results/scores.json")["val"]["network"]
+    runs, errors = experiment("retina/results/runs.json"), experiment("retina/results/look.json")["equivariance"]
+    trained = {
+        name: [
+            mean(mean(run["dice"][tested]) for run in of(runs, name) if run["trained on"] == "Baseline")
+            for tested in COLUMNS
+        ]
+        for name in ("CARL", "Ξ", "displacement")
+    }
+    shown = {name: " / ".join(f"{value:.2f}" for value in values) for name, values in trained.items()}
+    last = {(name, kind): errors[name][kind][-1] for name in ("CARL", "displacement") for kind in ("[W, U]", "[U, U]")}
+    probes = list(experiment("inside/results.json")["mean_probe_dice"].values())
+    for sentence in (
+        f"{100 * network['abdomen']['dice_five']:.1f} at the grid, without IO",
+        f"{100 * network['brain']['dice']:.1f} at the grid, without IO",
+        f"BTCV {network['abdomen']['folds']:.1e}, OASIS {network['brain']['folds']:.0e}, at the grid".replace(
+            "e-0", "e-"
+        ),
+        f"is {shown['CARL']} for CARL, {shown['Ξ']} for Ξ, {shown['displacement']} for GradICON",
+        f"off by {last['CARL', '[W, U]']:.2f} pixels for CARL and {last['displacement', '[W, U]']:.2f} for GradICON",
+        f"[U, U] by {last['CARL', '[U, U]']:.2f} and {last['displacement', '[U, U]']:.2f}",
+        f"{probes[0]:.2f} for the liver, {min(probes[1:]):.2f} to {max(probes[1:]):.2f} for the others",
+    ):
+        assert sentence in page, sentence
+
+
 def test_shifts_are_what_was_measured() -> None:
     errors = experiment("shift/results.json")["errors"]
     rows = [f"| {name} | {' | '.join(f'{curve[n]:.2g}' for n in (4, 8, 16, 24))} |" for name, curve in errors.items()]

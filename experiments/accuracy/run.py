@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--ants-pairs", type=int, help="let ANTs register at most so many pairs in this call")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.model != "default" and arguments.out == RESULTS:
+        parser.error("results beside this script are the default model's: expected --out with another --model")
     weights = sha256(find_model(arguments.model))
     left = {**dict.fromkeys(CARL, arguments.carl_pairs), ANTS: arguments.ants_pairs}
     if importlib.util.find_spec("ants") is None:

@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each pair's transforms and report there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.model != "default" and arguments.out == RESULTS:
+        parser.error("results beside this script are the default model's: expected --out with another --model")
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "native.json"

@@ -10,6 +10,10 @@ pairs in the images' own space. The paper trained one network further instead of
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -54,6 +58,14 @@ def main() -> None:
         pairs = oasis.pairs(arguments.data)[: arguments.pairs]
         found = evaluate(pairs, methods, labels=labels, done=tell)
     found.write(arguments.out, overwrite=True)
+    words = ["git", "describe", "--always", "--dirty"]
+    about = {
+        "commit": subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "device": arguments.device,
+        "model": arguments.model.name,
+    }
+    (arguments.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
     for method in found.methods:
         print(method, found.means(method))
 
