@@ -288,7 +288,9 @@ def table(books: Mapping[str, Book]) -> str:
     headings = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", "Dice, all its pairs")
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     notes = [
-        "Pairs are those that every method of the set has; the last column has each method's mean over all its own."
+        "Pairs are those that every method of the set has; the last column has each method's mean over all its own.",
+        "carl-base learnt from other subjects' labels of these structures, ANTs from none.",
+        "Intervals take pairs for independent, but they share subjects: the true ones are wider.",
     ]
     for task, (name, labels) in TASKS.items():
         whole = on_labels(books[name].evaluation(), labels)
