@@ -521,6 +521,32 @@ def test_every_table_and_figure_says_what_the_files_say() -> None:
         assert sentence in page, sentence
 
 
+def test_accuracy_beside_ants_is_what_was_measured() -> None:
+    lines = [line.strip("| ").split(" | ") for line in read("experiments/accuracy/results/table.md").splitlines()]
+    found = {(line[0], line[1]): line[2:] for line in lines if len(line) > 6}
+    task, five = "abdomen, 13 organs", "abdomen, 5 organs: spleen, kidneys, liver, pancreas"
+    before, network, best, ants = (
+        found[task, method] for method in ("unregistered", "CARL", "CARL with optimisation", "ANTs SyNQuick")
+    )
+    (note,) = (line for line in read("experiments/accuracy/results/table.md").splitlines() if f"- {task}: CARL" in line)
+    difference, won = re.findall(r"is (\S+) Dice", note)[0], re.findall(r"better on (.*) pairs", note)[0]
+    own = f"{best[1]} (network alone {network[1]}); {best[4]} s ({network[4]} s)"
+    for page, sentence in (
+        ("README.md", f"Dice, 13 organs, {best[0]} pairs of abdominal CT"),
+        ("README.md", f"| {own} | SyNQuick: {ants[1]}; {ants[4]} s |"),
+        ("README.md", f"unregistered it is {before[1]}"),
+        ("experiments/accuracy/README.md", f"is {best[1]} with optimisation and {ants[1]} by ANTs"),
+        ("experiments/accuracy/README.md", f"the difference is {difference}, and CARL is better on {won} pairs"),
+        (
+            "experiments/accuracy/README.md",
+            f"it is {found[five, 'CARL with optimisation'][1]} and {found[five, 'ANTs SyNQuick'][1]}",
+        ),
+        ("docs/models.md", f"On {best[0]} abdomen pairs"),
+        ("docs/models.md", f"on average, and on {won.split()[0]} of them"),
+    ):
+        assert sentence in read(page), f"{page} should say: {sentence}"
+
+
 def test_shifts_are_what_was_measured() -> None:
     errors = experiment("shift/results.json")["errors"]
     rows = [f"| {name} | {' | '.join(f'{curve[n]:.2g}' for n in (4, 8, 16, 24))} |" for name, curve in errors.items()]
