@@ -28,6 +28,7 @@ from carlreg import (
 from carlreg.images import Image, from_array, map_points
 from carlreg.inputs import LoadedModel, load_model, prepare
 from carlreg.losses import gaussian_blur
+from carlreg.optimize import FIELD_STEPS
 from carlreg.product import FILES
 
 sitk = pytest.importorskip("SimpleITK")
@@ -410,7 +411,9 @@ def test_without_room_for_the_weights_the_fields_are_optimised(
     options = {"over": "weights", "io_iterations": 2, "device": "cpu", "allow_identity": False}
     result = register(fixed=fixed, moving=moving, model=model, **options)
     assert result.settings["io_over"] == "fields"
-    assert len(result.losses) == 2
+    assert len(result.losses) == 3  # the start, and two steps on the finest grid
+    usual = register(fixed=fixed, moving=moving, model=model, **options | {"io_iterations": None})
+    assert usual.settings["io_iterations"] == FIELD_STEPS == len(usual.losses) - 1
     assert "the fields are optimised instead" in caplog.text
 
 

@@ -83,7 +83,7 @@ def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     i, j, k = np.mgrid[:32, :32, :32]
     packed = {}
-    for n, split in enumerate(["train", "train", "dev", "dev"]):
+    for n, split in enumerate(["train", "train", "dev", "dev", "val", "val"]):
         y, x = random.uniform(9, 14, 2)
         labels = ((abs(i - y) < 4) & (abs(j - x) < 3) & (abs(k - 16) < 5)).astype(np.uint8)
         ball = (i - 16) ** 2 + (j - 16) ** 2 + (k - 16) ** 2 < 13**2

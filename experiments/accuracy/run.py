@@ -40,7 +40,8 @@ from carlreg.models import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments.native.run import SEED, SETS, boxes, commit, is_kept, keep, machine, register, validation_pairs
+from experiments.made import commit, machine
+from experiments.native.run import SEED, SETS, boxes, is_kept, keep, register, validation_pairs
 
 RESULTS = Path(__file__).with_name("results")
 NAMES = {"brain": oasis.LABELS, "abdomen": learn2reg.LABELS, "hippocampus": {1: "anterior", 2: "posterior"}}

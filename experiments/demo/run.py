@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -19,6 +17,10 @@ from pathlib import Path
 import torch
 
 from carlreg.models import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 HERE = Path(__file__).parent
 
@@ -30,10 +32,9 @@ def main() -> None:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "carlreg", "demo", "--overwrite", "--out", str(out)], check=True)
     seconds = time.perf_counter() - start
-    words = ["git", "describe", "--always", "--dirty"]
     report = {
-        "commit": subprocess.run(words, capture_output=True, text=True, cwd=HERE).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "commit": commit(),
+        "machine": machine(),
         "torch": torch.__version__,
         "command_seconds": round(seconds, 1),
         **json.loads((out / "demo.json").read_text(encoding="utf-8")),

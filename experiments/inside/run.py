@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,10 @@ from carlreg.datasets import learn2reg, oasis
 from carlreg.explain import draw_certainty, draw_masks, draw_point, draw_probe, explain, probe
 from carlreg.images import read_labels
 from carlreg.models import DEFAULT
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 ORGANS = [6, 2, 3, 1, 11]
 """Liver, kidneys, spleen, pancreas: the structures of the paper's probe."""
@@ -36,7 +38,6 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(oasis.pairs(arguments.data)[: arguments.pairs]):
         assert pair.fixed_seg is not None
@@ -78,8 +79,8 @@ def main() -> None:
                 (arguments.out / name).write_bytes(picture)
     probes = {name: float(np.mean([row["probe_dice"][name] for row in rows])) for name in rows[0]["probe_dice"]}
     report = {
-        "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "commit": commit(),
+        "machine": machine(),
         "model": DEFAULT if arguments.model == "default" else arguments.model,
         "pairs": len(rows),
         "mean_probe_dice": probes,

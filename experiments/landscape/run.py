@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ from carlreg.losses import diffusion, lncc
 from carlreg.networks import UNet
 from carlreg.registration import PredictDisplacement, RegistrationAlgorithm, TwoStep
 from carlreg.transforms import Affine, DisplacementField, Transform, warp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit
 
 SIDES = (565, 584)
 ELASTIC = ((25.0, 3), (12.0, 6))
@@ -114,8 +118,7 @@ def main() -> None:
     for values in found.values():
         values["share_towards_0"] = {str(far): towards_zero(shifts, values["slope"], far) for far in (0.1, 0.2, 0.3)}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    report = {"commit": commit, "steps": arguments.steps, "t": shifts.tolist(), "curves": found}
+    report = {"commit": commit(), "steps": arguments.steps, "t": shifts.tolist(), "curves": found}
     (arguments.out / "results.json").write_text(
         json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )

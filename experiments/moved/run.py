@@ -14,9 +14,7 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import platform
-import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,10 @@ from carlreg.datasets import oasis
 from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Evaluation, by_model, evaluate
 from carlreg.images import Image, Matrix, map_points, read, read_labels, write
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 
 def moved(image: Image, shift: float, angle: float, labels: bool) -> Image:
@@ -76,10 +78,9 @@ def main() -> None:
         rows.append({"shift_mm": shift, "angle_degrees": angle, "dice": dice, "failures": failures})
         print(json.dumps(rows[-1]), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    words = ["git", "describe", "--always", "--dirty"]
     report = {
-        "commit": subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "commit": commit(),
+        "machine": machine(),
         "pairs": [pair.name for pair in pairs],
         "rows": rows,
     }

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
 import subprocess
@@ -33,6 +31,10 @@ from carlreg import images, itk
 from carlreg.inputs import find_model, sha256
 from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 RESULTS = Path(__file__).with_name("results")
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
@@ -224,15 +226,6 @@ def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     plt.close(figure)
-
-
-def machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
-
-
-def commit() -> str:
-    words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +19,10 @@ from carlreg.datasets import oasis
 from carlreg.evaluation import Scores, by_model, evaluate
 from carlreg.models import DEFAULT, WEIGHTS, load, read_metadata, save
 from carlreg.registration import Downsample, RegistrationAlgorithm, TwoStep
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 
 def stages(model: RegistrationAlgorithm) -> dict[str, RegistrationAlgorithm]:
@@ -58,10 +60,9 @@ def main() -> None:
         pairs = oasis.pairs(arguments.data)[: arguments.pairs]
         found = evaluate(pairs, methods, labels=labels, done=tell)
     found.write(arguments.out, overwrite=True)
-    words = ["git", "describe", "--always", "--dirty"]
     about = {
-        "commit": subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "commit": commit(),
+        "machine": machine(),
         "device": arguments.device,
         "model": arguments.model.name,
     }
