@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import math
 import re
 import runpy
 from collections.abc import Iterator
@@ -545,6 +546,19 @@ def test_accuracy_beside_ants_is_what_was_measured() -> None:
         ("docs/models.md", f"on average, and on {won.split()[0]} of them"),
     ):
         assert sentence in read(page), f"{page} should say: {sentence}"
+
+
+def test_the_demo_does_what_the_readme_says() -> None:
+    demo, page = experiment("demo/demo.json"), read("README.md")
+    before, after, shifted = (demo[name][when]["dice"] for name, when in DEMO)
+    shift = math.hypot(*demo["shift_mm"])
+    assert abs(after - shifted) < 0.01
+    assert f"Dice goes from {before:.3f} to {after:.3f}, and with one image shifted by {shift:.0f} mm" in page
+    assert f"it is {shifted:.3f} ([figures]" in page
+    assert f"{demo['command_seconds']:.0f} s for the demo" in page
+
+
+DEMO = (("pair", "before"), ("pair", "after"), ("shifted", "after"))
 
 
 def test_shifts_are_what_was_measured() -> None:
