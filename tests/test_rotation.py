@@ -18,8 +18,9 @@ FOLDER = ROOT / "experiments" / "rotation"
 def run(script: str | Path, *words: object) -> str:
     """What a script prints; it must end well."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    environment["PYTHONIOENCODING"] = "utf-8"
     command = [sys.executable, str(FOLDER / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,13 +44,13 @@ def test_retinas_from_training_to_the_figure(retinas: Path, tmp_path: Path) -> N
     small = ("--side", 32, "--angles", 0, 90)
     words = (retinas, tmp_path, "--tiny", "--images", 1, "--steps", 2, "--diffusion", 2, *small)
     run("train.py", *words)
-    runs = json.loads((tmp_path / "runs.json").read_text())
+    runs = json.loads((tmp_path / "runs.json").read_text(encoding="utf-8"))
     assert [one["network"] for one in runs["runs"]] == ["rot", "outside", "CARL", "displacement"]
     assert {angle: len(scores) for angle, scores in runs["runs"][0]["dice"].items()} == {"0": 40, "90": 40}
     assert [entry["step"] for entry in runs["runs"][0]["losses"]] == [2, 2]
     methods = [f"--method={name}={tmp_path / f'{name}-Baseline-0.safetensors'}" for name in ("rot", "CARL")]
     run("sweep.py", retinas, tmp_path, *methods, "--pairs", 1, "--optimize", 1, *small)
-    sweep = json.loads((tmp_path / "sweep.json").read_text())
+    sweep = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
     assert {name: list(scores) for name, scores in sweep["optimised"].items()} == {
         "rot": ["0", "90"],
         "CARL": ["0", "90"],
@@ -95,9 +96,9 @@ def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
     words = (tmp_path / "pack.npz", tmp_path, "--side", 16, "--width", 4, "--pairs", 1, "--diffusion", 1, "--steps", 1)
     run("brain.py", *words, "--synthetic", 0.5, "--seconds", 0)
     run("brain.py", *words, "--synthetic", 0.5, "--sweep", 1, "--angles", 0, 90)
-    log = [json.loads(entry) for entry in (tmp_path / "run" / "log.jsonl").open()]
+    log = [json.loads(entry) for entry in (tmp_path / "run" / "log.jsonl").open(encoding="utf-8")]
     assert [(entry["stage"], entry["step"]) for entry in log if "losses" in entry] == [(0, 1), (1, 1)]
-    sweep = json.loads((tmp_path / "brain.json").read_text())
+    sweep = json.loads((tmp_path / "brain.json").read_text(encoding="utf-8"))
     assert {plane: list(scores) for plane, scores in sweep["planes"].items()} == {
         plane: ["0", "90"] for plane in ("sagittal", "coronal", "axial")
     }
