@@ -49,27 +49,13 @@ ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="a model to go on from")
+    add_arguments(parser)
     parser.add_argument("--refine", action="store_true", help="with one more refinement than that model has")
     parser.add_argument("--network", choices=NETWORKS, default="carl", help="where none is given")
     parser.add_argument("--leave-out", choices=MIX, help="a set that is scored but not trained on")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--seconds", type=float, help="how long to train at most")
-    parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
-    parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
-    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev")
-    parser.add_argument("--side", type=int, default=SIDE)
-    parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
     parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
-    parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
     parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.refine and arguments.model is None:
         parser.error("--refine goes on from a model: expected --model too")
@@ -96,11 +82,6 @@ def main() -> None:
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.images)} volumes", flush=True
     )
-
-    def show(progress: Progress) -> None:
-        if progress.step % 200 == 0:
-            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
-            print(f"stage {progress.stage} step {progress.step} ({progress.seconds:.0f} s): {parts}", flush=True)
 
     def on_dev(model: RegistrationAlgorithm) -> float:
         scores = data.evaluate(model, "dev", most_pairs=6)
@@ -154,6 +135,31 @@ def main() -> None:
         write(report, arguments.out)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every training on these packs can be told."""
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, help="a model to go on from")
+    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
+    parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
+    parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
+    parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
+    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--width", type=int, default=64, help="of the encoder")
+    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default="unknown")
+
+
+def show(progress: Progress) -> None:
+    if progress.step % 200 == 0:
+        parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
+        print(f"stage {progress.stage} step {progress.step} ({progress.seconds:.0f} s): {parts}", flush=True)
+
+
 def write(report: dict[str, Any], folder: Path) -> None:
     (folder / "scores.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report), flush=True)
@@ -162,8 +168,10 @@ def write(report: dict[str, Any], folder: Path) -> None:
 class Data:
     """Packed volumes on the device, drawn as augmented pairs for training and as labelled pairs for scoring."""
 
-    def __init__(self, path: Path, side: int, device: torch.device, shift: float = 0.08) -> None:
-        self.side, self.device, self.shift = side, device, shift
+    def __init__(
+        self, path: Path, side: int, device: torch.device, *, shift: float = 0.08, anatomy: dict[str, Any] | None = None
+    ) -> None:
+        self.side, self.device, self.shift, self.anatomy = side, device, shift, anatomy or {}
         packed = np.load(path)
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
         self.sets = sorted({key.split("/")[0] for key in packed.files})
@@ -197,7 +205,8 @@ class Data:
         weights = torch.tensor([MIX[name] for name in self.drawn])
         if torch.rand((), generator=generator) < synthetic:
             seed = int(torch.randint(2**62, (), generator=generator))
-            made = random_anatomy((self.side,) * 3, generator=torch.Generator(self.device).manual_seed(seed))
+            own = torch.Generator(self.device).manual_seed(seed)
+            made = random_anatomy((self.side,) * 3, generator=own, **self.anatomy)
             images, labels = [made.moving, made.fixed], [made.moving_labels, made.fixed_labels]
         else:
             name = self.drawn[int(torch.multinomial(weights, 1, generator=generator))]

@@ -22,17 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 from angles import ANGLES, turn  # type: ignore[import-not-found]
-from torch import Tensor
 
 from carlreg.models import carl_rot, load, save, write_atomically
 from carlreg.registration import RegistrationAlgorithm
-from carlreg.synthesis import random_anatomy
-from carlreg.training import Progress, Stage, train
+from carlreg.training import Stage, train
 from carlreg.transforms import random_rotation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
-from train import SIDE, Data  # type: ignore[import-not-found]
+from train import Data, add_arguments, show  # type: ignore[import-not-found]
 
 UNETS: dict[str, Any] = {"unet_down": (16, 32, 48, 96, 96), "unet_up": (96, 64, 48, 32, 16)}
 """With an encoder 64 wide, 6.06 M parameters: 11.6 MiB of half floats."""
@@ -44,29 +42,17 @@ BODY = (0.25, 0.42)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="a model to go on from")
-    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
-    parser.add_argument("--diffusion", type=int, default=1500, help="steps of Ξ alone with diffusion first")
-    parser.add_argument("--steps", type=int, default=6000, help="steps with GradICON")
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
-    parser.add_argument("--synthetic", type=float, default=0.3, help="share of pairs that show random anatomy")
-    parser.add_argument("--side", type=int, default=SIDE)
-    parser.add_argument("--width", type=int, default=64, help="of the encoder")
-    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
+    add_arguments(parser)
+    parser.set_defaults(diffusion=1500, steps=6000, synthetic=0.3)
     parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
     parser.add_argument("--split", default="val", choices=("dev", "val"), help="of the sweep")
     parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
     parser.add_argument("--optimize", type=int, default=0, help="steps of instance optimisation in the sweep")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    data = Data(arguments.data, arguments.side, device, shift=0.02)  # a turned brain has no more room
+    # A turned brain has no more room.
+    data = Data(arguments.data, arguments.side, device, shift=0.02, anatomy={"body": BODY, "shift": 0.05})
     later = {"learning_rate": arguments.rate, "final_learning_rate": arguments.final_rate, "rotate": True}
     stages = [Stage(arguments.steps, warm_up=100, **later)]
     if arguments.model is not None:
@@ -78,21 +64,6 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.2f} M parameters, {2 * count / 2**20:.1f} MiB of half floats", flush=True)
 
-    def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
-        made = [
-            anatomy(generator) if torch.rand((), generator=generator) < arguments.synthetic else brains(generator)
-            for _ in range(arguments.pairs)
-        ]
-        return tuple(torch.cat(part) for part in zip(*made, strict=True))
-
-    def anatomy(generator: torch.Generator) -> list[Tensor]:
-        own = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        made = random_anatomy((arguments.side,) * 3, generator=own, body=BODY, shift=0.05)
-        return [made.moving, made.fixed]
-
-    def brains(generator: torch.Generator) -> list[Tensor]:
-        return list(data.draw_pair(generator, 0.0, False))
-
     dev = data.pairs("brain", "dev")
     like = torch.empty(0, device=device)
     turns = random_rotation((arguments.side,) * 3, len(dev), like=like, generator=torch.Generator().manual_seed(0))
@@ -103,14 +74,9 @@ def main() -> None:
         print(f"dev, turned at random: Dice {dice:.4f}, before {before:.4f}", flush=True)
         return dice
 
-    def show(progress: Progress) -> None:
-        if progress.step % 100 == 0:
-            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
-            print(f"stage {progress.stage} step {progress.step} ({progress.seconds:.0f} s): {parts}", flush=True)
-
     model = train(
         model,
-        draw,
+        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic),
         stages,
         out=arguments.out / "run",
         seed=arguments.seed,

@@ -412,17 +412,17 @@ def _optimize(
     steps: int | None,
     **options: Any,
 ) -> tuple[Optimized, Way]:
-    """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights. Each way
-    has its usual number of steps."""
+    """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights. Without
+    `steps`, each way takes its usual number."""
     options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
+    if steps is not None:
+        options["steps"] = steps
     if over == "weights":
         try:
-            asked = USUAL["weights"] if steps is None else steps
-            return instance_optimize(network, m.tensor, f.tensor, steps=asked, **options), over
+            return instance_optimize(network, m.tensor, f.tensor, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-    asked = USUAL["fields"] if steps is None else steps
-    return optimize_fields(*answer, m.tensor, f.tensor, steps=asked, **options), "fields"
+    return optimize_fields(*answer, m.tensor, f.tensor, **options), "fields"
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
