@@ -36,6 +36,8 @@ from carlreg.transforms import Affine, Identity, Transform, compose, warp
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
 """How often pairs of each set are drawn."""
+CROPPED = "abdomen"
+"""The set whose scans end where the radiographer let them: some show the chest, some the pelvis."""
 STRUCTURES = 14
 """Labels that are learnt from, at most: all of the brain's and the abdomen's."""
 NETWORKS: dict[str, Callable[[int], RegistrationAlgorithm]] = {
@@ -56,13 +58,16 @@ def main() -> None:
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
     parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
     parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
+    parser.add_argument("--abdomens", type=float, default=MIX["abdomen"], help="how often they are drawn")
+    parser.add_argument("--cropped", type=float, default=0.0, help="share of abdomens that lose slices at either end")
     arguments = parser.parse_args()
     if arguments.refine and arguments.model is None:
         parser.error("--refine goes on from a model: expected --model too")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    data = Data(arguments.data, arguments.side, device)
+    data = Data(arguments.data, arguments.side, device, cropped=arguments.cropped)
+    data.mix["abdomen"] = arguments.abdomens
     data.drawn = [name for name in data.sets if name != arguments.leave_out]
     start = time.monotonic()
     common: dict[str, Any] = {
@@ -169,9 +174,17 @@ class Data:
     """Packed volumes on the device, drawn as augmented pairs for training and as labelled pairs for scoring."""
 
     def __init__(
-        self, path: Path, side: int, device: torch.device, *, shift: float = 0.08, anatomy: dict[str, Any] | None = None
+        self,
+        path: Path,
+        side: int,
+        device: torch.device,
+        *,
+        shift: float = 0.08,
+        cropped: float = 0.0,
+        anatomy: dict[str, Any] | None = None,
     ) -> None:
-        self.side, self.device, self.shift, self.anatomy = side, device, shift, anatomy or {}
+        self.side, self.device, self.shift, self.cropped, self.anatomy = side, device, shift, cropped, anatomy or {}
+        self.mix = dict(MIX)
         packed = np.load(path)
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
         self.sets = sorted({key.split("/")[0] for key in packed.files})
@@ -202,7 +215,7 @@ class Data:
         return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
 
     def draw_pair(self, generator: torch.Generator, synthetic: float, labelled: bool) -> list[Tensor]:
-        weights = torch.tensor([MIX[name] for name in self.drawn])
+        weights = torch.tensor([self.mix[name] for name in self.drawn])
         if torch.rand((), generator=generator) < synthetic:
             seed = int(torch.randint(2**62, (), generator=generator))
             own = torch.Generator(self.device).manual_seed(seed)
@@ -214,7 +227,7 @@ class Data:
             mirror = bool(torch.rand((), generator=generator) < 0.5)
             images, labels = [], []
             for index in torch.randperm(len(keys), generator=generator)[:2].tolist():
-                scan, noise = self.image(keys[index]), self.affine_noise(generator)
+                scan, noise = self.image(keys[index]), self.affine_noise(generator, name)
                 gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
                 seen = [warp(scan, noise, like=scan, outside="zeros").clamp(0, 1) ** gamma]
                 if labelled:
@@ -226,12 +239,17 @@ class Data:
         values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
         return [*images, *((map_ == values).byte() for map_ in labels if labelled)]
 
-    def affine_noise(self, generator: torch.Generator) -> Affine:
+    def affine_noise(self, generator: torch.Generator, name: str) -> Affine:
         """Scales vary more than angles: so do fields of view."""
         linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * torch.randn(3, generator=generator))
         shift = self.shift * torch.randn(3, generator=generator)
         centre = torch.full((3,), 0.5)
+        if name == CROPPED and self.cropped and torch.rand((), generator=generator) < self.cropped:
+            kept, where = torch.rand(2, generator=generator)
+            kept = 0.55 + 0.45 * kept
+            linear[:, 2] *= kept
+            shift[2] += (1 - kept) * (where - 0.5)
         return Affine.from_parts(linear[None], (centre - linear @ centre + shift)[None]).to(
             torch.empty(0, device=self.device)
         )

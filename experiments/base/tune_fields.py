@@ -2,12 +2,16 @@
 
     python experiments/base/tune_fields.py carry/base.npz experiments/base/results/fields.json
 
-Two pairs of each set, carl-base's answer as the start. What is there already is skipped.
+A few pairs of each set, optimised side by side as one batch; the model's answer is the start. Besides what
+`optimize_fields` takes, a setting may say `sigma`, the window of LNCC in voxels, and `side`, at most how many voxels a
+side the images have that it sees (hippocampus crops have about 40 of their own, and are stretched to the network's 96).
+What is there already is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -18,19 +22,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from train import Data  # type: ignore[import-not-found]
+from torch import Tensor
+from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
+from carlreg.grids import Grid, interpolate, voxel_points
+from carlreg.losses import lncc
 from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import pretrained
+from carlreg.models import load, pretrained
 from carlreg.optimize import optimize_fields
-from carlreg.transforms import Transform, warp
+from carlreg.precision import mixed_precision
+from carlreg.transforms import DisplacementField, warp
 
-SETTINGS: list[dict[str, float]] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
+    {"sigma": 2.0},
+    {"sigma": 3.0},
+    {"levels": 4},
+    {"levels": 4, "sigma": 2.0},
+    {"side": 48},
+    {"side": 48, "sigma": 2.0},
+    {"side": 64, "sigma": 2.0},
+    {"sigma": 2.0, "weight": 3.0},
+    {"sigma": 2.0, "weight": 0.75},
+    {"sigma": 2.0, "smoothing": 1.5},
+    {"sigma": 2.0, "smoothing": 3.0},
+    {"sigma": 1.5},
+    {"similarity": "mind", "weight": 0.1, "fold_weight": 2.0},
     {"learning_rate": 0.5},
-    {"smoothing": 3.0},
-    {"weight": 0.75},
-    {"steps": 40},
+    {"steps": 40, "sigma": 2.0},
 ]
 
 
@@ -38,41 +57,74 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, help="the default one if left out")
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--sets", nargs="+", help="all of them if left out")
     parser.add_argument("--pairs", type=int, default=2, help="of each set")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="a JSON list of keyword arguments")
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after that long")
     arguments = parser.parse_args()
-    data = Data(arguments.data, 96, torch.device("cpu"))
-    model = pretrained().eval()
+    start = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = Data(arguments.data, 96, device)
+    model = (load(arguments.model) if arguments.model else pretrained()).to(device).eval()
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
-    report |= {"machine": f"{platform.machine()}, {os.cpu_count()} CPU cores", "torch": torch.__version__, "seed": 0}
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    report |= {"machine": machine, "torch": torch.__version__, "seed": 0, "pairs": arguments.pairs}
     done = [(row["set"], row["settings"]) for row in report["rows"]]
-    for name in data.sets:
-        pairs = random.Random(2).sample(data.pairs(name, "dev"), arguments.pairs)
-        answers: list[tuple[Transform, Transform]] = []
-        for settings in [{"steps": 0}, *arguments.settings]:
-            if (name, settings) in done:
+    sets = {
+        name: Batch(data, model, name, random.Random(2).sample(data.pairs(name, "dev"), arguments.pairs))
+        for name in arguments.sets or data.sets
+    }
+    for settings in [{"steps": 0}, *arguments.settings]:
+        for name, batch in sets.items():
+            if (name, settings) in done or time.monotonic() - start > arguments.seconds:
                 continue
-            if not answers:
-                with torch.no_grad():
-                    answers = [model.both(data.image(moving), data.image(fixed)) for moving, fixed in pairs]
-            rows = [score(data, m, f, answer, settings) for (m, f), answer in zip(pairs, answers, strict=True)]
-            means = {key: round(float(np.mean([row[key] for row in rows])), 4) for key in rows[0]}
+            means = batch.score(settings)
             report["rows"].append({"set": name, "settings": settings, "commit": arguments.commit, **means})
             print(json.dumps(report["rows"][-1]), flush=True)
             arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def score(
-    data: Any, moving: str, fixed: str, answer: tuple[Transform, Transform], settings: dict[str, Any]
-) -> dict[str, float]:
-    m, f = data.image(moving), data.image(fixed)
-    labels = [data.images[f"{key}/labels"][None, None].float() for key in (moving, fixed)]
-    start = time.perf_counter()
-    phi = optimize_fields(*answer, m, f, **settings).transform
-    seconds = time.perf_counter() - start
-    warped = warp(labels[0], phi, like=labels[1], mode="nearest")
-    return {"dice": mean_score(dice(warped, labels[1])), "folds": folding(phi, f), "seconds": seconds}
+class Batch:
+    """Pairs, and the network's answers for them."""
+
+    def __init__(self, data: Any, model: Any, name: str, pairs: list[tuple[str, str]]) -> None:
+        self.data, self.name, self.pairs = data, name, pairs
+        self.moving, self.fixed = (torch.cat([data.image(pair[side]) for pair in pairs]) for side in (0, 1))
+        found = []
+        for moving, fixed in zip(self.moving.split(1), self.fixed.split(1), strict=True):
+            with torch.no_grad(), mixed_precision(data.device):
+                found.append([phi.on_grid_of(fixed) - voxel_points(fixed) for phi in model.both(moving, fixed)])
+        self.answer = [DisplacementField(torch.cat(parts).movedim(-1, 1)) for parts in zip(*found, strict=True)]
+
+    def score(self, settings: dict[str, Any]) -> dict[str, float]:
+        """Means over the pairs."""
+        options = dict(settings)
+        side = options.pop("side", 96)
+        images = [at_most(image, side) for image in (self.moving, self.fixed)]
+        if "sigma" in options:
+            options["similarity"] = functools.partial(lncc, sigma=options.pop("sigma"))
+        start = time.perf_counter()
+        phi = optimize_fields(*self.answer, *images, **options).transform
+        if self.moving.is_cuda:
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / len(self.pairs)
+        rows = []
+        for n, (moving, fixed) in enumerate(self.pairs):
+            labels = [self.data.images[f"{key}/labels"][None, None].float() for key in (moving, fixed)]
+            warped = warp(labels[0], phi[n : n + 1], like=labels[1], mode="nearest")
+            rows.append({"dice": mean_score(dice(warped, labels[1])), "folds": folding(phi[n : n + 1], self.fixed)})
+            if self.name == "abdomen":
+                rows[-1]["dice_five"] = mean_score(dice(warped, labels[1], ABDOMEN_FIVE))
+        return {key: round(float(np.mean([row[key] for row in rows])), 4) for key in rows[0]} | {
+            "seconds": round(seconds, 2)
+        }
+
+
+def at_most(images: Tensor, side: int) -> Tensor:
+    shape = [min(side, n) for n in images.shape[2:]]
+    return interpolate(images, Grid.of(shape).points(images.dtype, images.device)[None])
 
 
 if __name__ == "__main__":
