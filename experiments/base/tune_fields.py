@@ -3,15 +3,14 @@
     python experiments/base/tune_fields.py carry/base.npz experiments/base/results/fields.json
 
 A few pairs of each set, optimised side by side as one batch; the model's answer is the start. Besides what
-`optimize_fields` takes, a setting may say `sigma`, the window of LNCC in voxels, and `side`, at most how many voxels a
-side the images have that it sees (hippocampus crops have about 40 of their own, and are stretched to the network's 96).
+`optimize_fields` takes, a setting may say `side`, at most how many voxels a side the images have that it sees
+(hippocampus crops have about 40 of their own, and are stretched to the network's 96).
 What is there already is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -26,7 +25,6 @@ from torch import Tensor
 from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
 from carlreg.grids import Grid, interpolate, voxel_points
-from carlreg.losses import lncc
 from carlreg.metrics import dice, folding, mean_score
 from carlreg.models import load, pretrained
 from carlreg.optimize import optimize_fields
@@ -35,21 +33,21 @@ from carlreg.transforms import DisplacementField, warp
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"sigma": 2.0},
-    {"sigma": 3.0},
+    {"window": 2.0},
+    {"window": 3.0},
     {"levels": 4},
-    {"levels": 4, "sigma": 2.0},
+    {"levels": 4, "window": 2.0},
     {"side": 48},
-    {"side": 48, "sigma": 2.0},
-    {"side": 64, "sigma": 2.0},
-    {"sigma": 2.0, "weight": 3.0},
-    {"sigma": 2.0, "weight": 0.75},
-    {"sigma": 2.0, "smoothing": 1.5},
-    {"sigma": 2.0, "smoothing": 3.0},
-    {"sigma": 1.5},
+    {"side": 48, "window": 2.0},
+    {"side": 64, "window": 2.0},
+    {"window": 2.0, "weight": 3.0},
+    {"window": 2.0, "weight": 0.75},
+    {"window": 2.0, "smoothing": 1.5},
+    {"window": 2.0, "smoothing": 3.0},
+    {"window": 1.5},
     {"similarity": "mind", "weight": 0.1, "fold_weight": 2.0},
     {"learning_rate": 0.5},
-    {"steps": 40, "sigma": 2.0},
+    {"steps": 40, "window": 2.0},
 ]
 
 
@@ -103,8 +101,6 @@ class Batch:
         options = dict(settings)
         side = options.pop("side", 96)
         images = [at_most(image, side) for image in (self.moving, self.fixed)]
-        if "sigma" in options:
-            options["similarity"] = functools.partial(lncc, sigma=options.pop("sigma"))
         start = time.perf_counter()
         phi = optimize_fields(*self.answer, *images, **options).transform
         if self.moving.is_cuda:

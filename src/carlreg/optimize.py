@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from carlreg._checks import check_finite, check_pair
 from carlreg.grids import Grid, Interpolation, interpolate, voxel_size
-from carlreg.losses import Loss, Similarity, as_field, folds, gaussian_blur, registration_loss
+from carlreg.losses import Loss, Similarity, as_field, folds, gaussian_blur, lncc, lncc2, registration_loss
 from carlreg.precision import Precision, mixed_precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.transforms import DisplacementField, Transform
@@ -136,6 +137,7 @@ def optimize_fields(
     learning_rate: float = 1.0,
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
+    window: float = 2.0,
     weight: float = 1.5,
     fold_weight: float = 20.0,
     moving_mask: Tensor | None = None,
@@ -145,7 +147,9 @@ def optimize_fields(
 ) -> Optimized:
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's answer.
 
-    A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`.
+    A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`. And
+    it can follow finer detail than a network: "lncc" and "lncc2" correlate over windows of `window` voxels, half as
+    wide as in training.
     There are `steps` on the finest of the `levels`, the images' own grid, and first three times as many on each of the
     coarser ones, with half as many voxels a side, a quarter, and so on, where they cost little. Changes of the fields
     are smoothed by a Gaussian of `smoothing` voxels, and Adam moves them by about `learning_rate` voxels a step.
@@ -162,6 +166,8 @@ def optimize_fields(
     with torch.inference_mode(False), torch.enable_grad():
         moving, fixed = (image.clone() if image.is_inference() else image for image in (moving, fixed))
         generator = torch.Generator(device=moving.device).manual_seed(seed)
+        if similarity in ("lncc", "lncc2"):
+            similarity = functools.partial(lncc if similarity == "lncc" else lncc2, sigma=window)
         given = [
             as_field(t.detach().on_grid_of(image), t, image) for t, image in ((transform, fixed), (inverse, moving))
         ]

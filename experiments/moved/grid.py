@@ -1,0 +1,169 @@
+"""Dice of brains while the moving one is shifted, at the network's grid: the paper's figure on translation.
+
+    python experiments/moved/grid.py carry/base.npz experiments/moved/results --method carl-base=carl-base \\
+        --method gradicon=gradicon.safetensors
+
+`carry/base.npz` is what experiments/base/prepare.py packs. All ordered pairs of validation subjects, by 14 subcortical
+structures; the network alone. The moving image is shifted by whole voxels along each axis in turn, up to half of a
+scan's 96; what comes in is 0, and what leaves is lost to the network, not to the score: labels are carried along
+unharmed. `visible` is the share of the moving brain that is still in the image. With `--frame 192` both images lie in
+the middle of an empty cube, which no shift leaves. Writes shifts-96.json or shifts-192.json, and a figure of what that
+file holds: a method that is there already is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg.metrics import dice, mean_score
+from carlreg.models import load, pretrained, write_atomically
+from carlreg.precision import mixed_precision
+from carlreg.registration import RegistrationAlgorithm
+from carlreg.transforms import Affine, compose, warp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
+
+from train import Data  # type: ignore[import-not-found]
+
+SHIFTS = (0, 3, 7, 13, 20, 29, 38, 48)
+"""Voxels of 96. Few of them are multiples of 4, to which coordinate attention is exactly equivariant."""
+AXES = ("left to right", "back to front", "bottom to top")
+IN_VIEW = 0.999
+"""A brain counts as in view while so much of it is."""
+TOGETHER = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--method", action="append", default=[], help="NAME=MODEL, as often as there are methods")
+    parser.add_argument("--set", default="brain")
+    parser.add_argument("--split", default="val", choices=("dev", "val"))
+    parser.add_argument("--pairs", type=int, help="the first so many only, to try the script")
+    parser.add_argument("--shifts", type=int, nargs="+", default=SHIFTS, help="voxels")
+    parser.add_argument("--frame", type=int, default=96, help="voxels a side of the empty cube around both images")
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"shifts-{arguments.frame}.json"
+    report: dict[str, Any] = {"methods": {}}
+    if path.exists():
+        report = json.loads(path.read_text(encoding="utf-8"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = dict(text.split("=", 1) for text in arguments.method)
+    wanted = {name: model for name, model in wanted.items() if name not in report["methods"]}
+    if wanted:
+        data = Data(arguments.data, 96, device)
+        pairs = data.pairs(arguments.set, arguments.split)[: arguments.pairs]
+        report |= {"side": arguments.frame, "set": arguments.set, "pairs": ["_to_".join(names(pair)) for pair in pairs]}
+    for name, source in wanted.items():
+        model = (load(source) if Path(source).is_file() else pretrained(source)).to(device).eval()
+        rows: list[dict[str, Any]] = []
+        for axis in range(3):
+            for voxels in arguments.shifts:
+                if voxels == 0 and axis:
+                    rows.append({**rows[0], "axis": AXES[axis]})
+                    continue
+                rows.append(
+                    {"axis": AXES[axis], "voxels": voxels, **sweep(model, data, pairs, axis, voxels, arguments.frame)}
+                )
+                means = {key: round(float(np.mean(rows[-1][key])), 4) for key in ("dice", "visible")}
+                print(name, AXES[axis], voxels, means, flush=True)
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        report["methods"][name] = {"commit": arguments.commit, "machine": machine, "rows": rows}
+        write_atomically(path, (json.dumps(report) + "\n").encode())
+    report["in_view"] = {name: in_view(found["rows"]) for name, found in report["methods"].items()}
+    write_atomically(path, (json.dumps(report) + "\n").encode())
+    draw(report, path.with_suffix(".png"))
+    print(json.dumps(report["in_view"], indent=1))
+
+
+def names(pair: tuple[str, str]) -> list[str]:
+    return [key.split("/")[-1] for key in pair]
+
+
+@torch.no_grad()
+def sweep(
+    model: RegistrationAlgorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int
+) -> dict[str, list[float]]:
+    """Of each pair, with the moving image shifted along one axis: Dice, and how much of it is visible."""
+    by = torch.zeros(1, 3)
+    by[0, axis] = -voxels / (frame - 1)
+    shift = Affine.from_parts(torch.eye(3)[None], by).to(torch.empty(0, device=data.device))
+    found: dict[str, list[float]] = {"dice": [], "visible": []}
+    together = max(1, round(TOGETHER * (data.side / frame) ** 3))
+    for first in range(0, len(pairs), together):
+        some = pairs[first : first + together]
+        moving, fixed = (framed([data.image(pair[side]) for pair in some], frame) for side in (0, 1))
+        shifted = warp(moving, shift, like=moving, outside="zeros")
+        with mixed_precision(data.device):
+            phi = model(shifted, fixed)
+        labels = [
+            framed([data.images[f"{pair[side]}/labels"][None, None].float() for pair in some], frame) for side in (0, 1)
+        ]
+        warped = warp(labels[0], compose(shift, phi), like=labels[1], mode="nearest")
+        found["dice"] += [mean_score(dice(warped[n : n + 1], labels[1][n : n + 1])) for n in range(len(some))]
+        seen, whole = ((image > 0.02).sum((1, 2, 3, 4)) for image in (shifted, moving))
+        found["visible"] += (seen / whole).tolist()
+    return found
+
+
+def framed(images: list[Tensor], side: int) -> Tensor:
+    """One batch, in the middle of an empty cube."""
+    batch = torch.cat(images)
+    before = (side - batch.shape[-1]) // 2
+    return F.pad(batch, 3 * (before, side - batch.shape[-1] - before))
+
+
+def in_view(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How Dice changes by shifts that leave the brain in view: the mean over pairs and shifts, and the largest of the
+    means over pairs."""
+    still = {row["axis"]: np.array(row["dice"]) for row in rows if row["voxels"] == 0}
+    changes = []
+    for row in rows:
+        seen = np.array(row["visible"]) >= IN_VIEW
+        if row["voxels"] and seen.any():
+            changes.append((np.array(row["dice"]) - still[row["axis"]])[seen])
+    if not changes:
+        return {"cases": 0}
+    every = np.concatenate(changes)
+    return {
+        "cases": len(every),
+        "at_rest": float(np.mean(next(iter(still.values())))),
+        "mean_change": float(every.mean()),
+        "mean_absolute_change": float(np.abs(every).mean()),
+        "lowest": float(every.min()),
+    }
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    plots = figure.subplots(1, 3, sharey=True)
+    for axes, axis in zip(plots, AXES, strict=True):
+        for number, (name, found) in enumerate(report["methods"].items()):
+            rows = [row for row in found["rows"] if row["axis"] == axis]
+            shifts = [row["voxels"] for row in rows]
+            axes.plot(shifts, [np.mean(row["dice"]) for row in rows], "o-", color=f"C{number}", label=name)
+        rows = [row for row in next(iter(report["methods"].values()))["rows"] if row["axis"] == axis]
+        seen = [np.mean(row["visible"]) for row in rows]
+        axes.plot([row["voxels"] for row in rows], seen, ":", color="0.6", label="share of the brain in view")
+        axes.set(title=axis, xlabel="shift of the moving image, voxels", ylim=(0, 1.02))
+    plots[0].set_ylabel("Dice, mean over all pairs")
+    plots[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
