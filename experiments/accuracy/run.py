@@ -1,13 +1,14 @@
-"""How good CARL is on the validation pairs, beside ANTs SyNQuick on the same pairs, in the images' own space.
+"""How good CARL is on the validation pairs, beside ANTs SyNQuick, greedy and ConvexAdam, in the images' own space.
 
     python experiments/native/run.py ../shared/data work --kinds network fields --keep work/carl
     python experiments/accuracy/run.py ../shared/data work
 
 Brains by 14 subcortical structures, abdomens by 13 organs and by 5 of them, all ordered pairs; hippocampi by 2 parts,
 40 pairs. CARL's registrations are those that experiments/native kept in work/carl/SET/KIND/PAIR; where one is missing,
-`carl register` makes it. ANTs' are in work/ants/SET/PAIR, as `carl evaluate --save` keeps them; where one is missing,
-ANTs is run, which takes minutes. A registration is scored once: its row in results/SET.json has the checksum of its
-transform. So the run can be stopped, and goes on where it was.
+`carl register` makes it. ANTs' are in work/ants/SET/PAIR, as `carl evaluate --save` keeps them, and the others' in
+work/greedy and work/convexadam; where one is missing, that program is run, if it is installed. A registration is scored
+once: its row in results/SET.json has the checksum of its transform. So the run can be stopped, and goes on where it
+was.
 
 Writes results/SET.json, the box plots SET.png, the best, median and worst pair SET_pairs.png, and table.md of all sets.
 """
@@ -54,7 +55,13 @@ TASKS = {
 CARL = {"CARL": "network", "CARL with optimisation": "fields"}
 """Our methods, and what experiments/native calls them."""
 BEST, ANTS = "CARL with optimisation", "ANTs SyNQuick"
-METHODS = ("unregistered", "boxes laid onto one another", *CARL, ANTS)
+OTHERS = {
+    ANTS: ("ants-synquick", "ants", "ants", "antspyx"),
+    "greedy": ("greedy", "greedy", "picsl_greedy", "picsl_greedy"),
+    "ConvexAdam": ("convexadam", "convexadam", "convexAdam", "convexAdam"),
+}
+"""Other people's methods: what `carlreg.baselines` calls each, its folder in WORK, its module and its package."""
+METHODS = ("unregistered", "boxes laid onto one another", *CARL, *OTHERS)
 
 
 def main() -> None:
@@ -67,15 +74,18 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="where experiments/native kept registrations; WORK/carl if left out")
     parser.add_argument("--carl-pairs", type=int, help="let CARL register at most so many pairs in this call")
     parser.add_argument("--ants-pairs", type=int, help="let ANTs register at most so many pairs in this call")
+    parser.add_argument("--other-pairs", type=int, help="and greedy and ConvexAdam, each")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.model != "default" and arguments.out == RESULTS:
         parser.error("results beside this script are the default model's: expected --out with another --model")
     weights = sha256(find_model(arguments.model))
-    left = {**dict.fromkeys(CARL, arguments.carl_pairs), ANTS: arguments.ants_pairs}
-    if importlib.util.find_spec("ants") is None:
-        left[ANTS] = 0
-        print(f"antspyx is not installed: {ANTS} is left out but for what is kept of it", flush=True)
+    left = dict.fromkeys(OTHERS, arguments.other_pairs) | dict.fromkeys(CARL, arguments.carl_pairs)
+    left[ANTS] = arguments.ants_pairs
+    for method, (_, _, module, package) in OTHERS.items():
+        if importlib.util.find_spec(module) is None:
+            left[method] = 0
+            print(f"{package} is not installed: {method} is left out but for what is kept of it", flush=True)
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -168,18 +178,22 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
             make,
         )
 
-    ants = cached(BASELINES["ants-synquick"], work / "ants" / name)
+    def other(method: str, key: str, folder: str) -> Source:
+        root = work / folder / name
+        run = cached(BASELINES[key], root)
+        return Source(
+            method,
+            run,
+            root,
+            lambda place: (place / "report.json").is_file(),
+            lambda pair: run(pair, pair.image("fixed"), pair.image("moving")),
+        )
+
     return [
         Source(METHODS[0], identity),
         Source(METHODS[1], stretched),
         *(carl(method, kind) for method, kind in CARL.items()),
-        Source(
-            ANTS,
-            ants,
-            work / "ants" / name,
-            lambda place: (place / "report.json").is_file(),
-            lambda pair: ants(pair, pair.image("fixed"), pair.image("moving")),
-        ),
+        *(other(method, key, folder) for method, (key, folder, *_) in OTHERS.items()),
     ]
 
 
@@ -290,7 +304,7 @@ def table(books: Mapping[str, Book]) -> str:
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     notes = [
         "Pairs are those that every method of the set has; the last column has each method's mean over all its own.",
-        "carl-base learnt from other subjects' labels of these structures, ANTs from none.",
+        "carl-base learnt from other subjects' labels of these structures, the other programs from none.",
         "Intervals take pairs for independent, but they share subjects: the true ones are wider.",
     ]
     for task, (name, labels) in TASKS.items():
@@ -302,15 +316,16 @@ def table(books: Mapping[str, Book]) -> str:
             cells = [f"{means[key]:.{digits}f}" if means[key] == means[key] else "" for key, digits in shown]
             cells.append(f"{np.mean(own):.3f} ({len(own)})" if own else "")
             lines.append(f"| {task} | {method} | {len(shared.of(method))} | {' | '.join(cells)} |")
-        told = whole.compare(BEST, ANTS)
-        if told["pairs"]:
-            low, high = told["interval"]
-            notes.append(
-                f"{task}: {BEST} − {ANTS} is {told['mean_difference']:+.3f} Dice, 95 % interval {low:+.3f} to "
-                f"{high:+.3f}, better on {told['won']} of {told['pairs']} pairs."
-            )
-        elif whole.methods:
-            notes.append(f"{task}: {BEST} and {ANTS} have no pair in common yet.")
+        for other in OTHERS:
+            told = whole.compare(BEST, other)
+            if told["pairs"]:
+                low, high = told["interval"]
+                notes.append(
+                    f"{task}: {BEST} − {other} is {told['mean_difference']:+.3f} Dice, 95 % interval {low:+.3f} to "
+                    f"{high:+.3f}, better on {told['won']} of {told['pairs']} pairs."
+                )
+            elif whole.methods and other == ANTS:
+                notes.append(f"{task}: {BEST} and {other} have no pair in common yet.")
     for book in books.values():
         notes += [f"{row['pair']} by {row['method']}: {text}" for row in book.rows for text in row["failures"]]
     models = {tuple(row["model"].values()) for book in books.values() for row in book.rows if "model" in row}

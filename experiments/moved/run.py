@@ -2,10 +2,13 @@
 
     python experiments/moved/run.py ../shared/data/brain/val experiments/moved --pairs 8
     python experiments/moved/run.py DATA OUT --method carl=carl-base --method gradicon=gradicon.safetensors
+    python experiments/moved/run.py DATA OUT --method ants=ants-synquick --pairs 3 --margin 48 --angles
 
 The image and its labels are moved inside their own box, about its middle, by whole millimetres along the first axis or
-by degrees in the plane of the first two; what comes in from outside is 0. The network alone registers, without instance
-optimisation. Data are NAME.nii.gz with NAME_labels.nii.gz. Writes moved.json and moved.png.
+by degrees in the plane of the first two; what comes in from outside is 0. With `--margin` both images first get so many
+millimetres of nothing on every side, so that they stay in view. Networks register alone, without instance optimisation;
+`ants-synquick` and the other names of `carl evaluate` are those programs. Data are NAME.nii.gz with
+NAME_labels.nii.gz. Writes moved.json and moved.png. `grid.py` is the same for many pairs, at the network's grid.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from carlreg import itk
+from carlreg.baselines import BASELINES
 from carlreg.datasets import oasis
 from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Evaluation, by_model, evaluate
@@ -44,12 +48,24 @@ def moved(image: Image, shift: float, angle: float, labels: bool) -> Image:
     return itk.apply(back, image, image, "nearest" if labels else "linear")
 
 
-def with_moved(pair: Pair, folder: Path, shift: float, angle: float) -> Pair:
-    assert pair.moving is not None
-    assert pair.moving_seg is not None
-    for name, image in (("image", read(pair.moving)), ("labels", read_labels(pair.moving_seg))):
-        write(moved(image, shift, angle, name == "labels"), folder / f"{pair.name}_{name}.nii.gz", overwrite=True)
-    files = {"moving": folder / f"{pair.name}_image.nii.gz", "moving_seg": folder / f"{pair.name}_labels.nii.gz"}
+def padded(image: Image, margin: float) -> Image:
+    """With so many millimetres of nothing on every side."""
+    voxels = [round(margin / size) for size in image.spacing]
+    affine = image.affine.copy()
+    affine[:-1, -1] = map_points(image.affine, -np.array(voxels, dtype=float))
+    return Image(np.pad(image.data, [(n, n) for n in voxels]), affine)
+
+
+def with_moved(pair: Pair, folder: Path, shift: float, angle: float, margin: float) -> Pair:
+    files: dict[str, Path] = {}
+    for side in ("fixed", "moving"):
+        for kind in ("", "_seg"):
+            path = getattr(pair, side + kind)
+            image = padded(read_labels(path) if kind else read(path), margin)
+            if side == "moving":
+                image = moved(image, shift, angle, bool(kind))
+            files[side + kind] = folder / f"{pair.name}_{side}{kind}.nii.gz"
+            write(image, files[side + kind], overwrite=True)
     return dataclasses.replace(pair, **files)  # type: ignore[arg-type]
 
 
@@ -57,21 +73,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", action="append", help="NAME=MODEL, as often as there are methods")
+    parser.add_argument("--method", action="append", help="NAME=MODEL or NAME=PROGRAM, as often as there are methods")
+    parser.add_argument("--margin", type=float, default=0, help="mm of nothing around both images")
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--shifts", type=float, nargs="*", default=[0, 8, 16, 24, 32], help="mm")
+    parser.add_argument("--shifts", type=float, nargs="*", default=[0, 3, 7, 13, 20, 29], help="mm")
     parser.add_argument("--angles", type=float, nargs="*", default=[15, 30, 45, 90, 180], help="degrees")
     parser.add_argument("--labels", default=",".join(str(label) for label in oasis.LABELS))
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     named = dict(text.split("=", 1) for text in arguments.method or ["carl-base=carl-base"])
-    methods = {name: by_model(model, io_iterations=0, device=arguments.device) for name, model in named.items()}
+    methods = {
+        name: BASELINES.get(model) or by_model(model, io_iterations=0, device=arguments.device)
+        for name, model in named.items()
+    }
     labels = [int(word) for word in arguments.labels.split(",")]
     pairs = oasis.pairs(arguments.data)[: arguments.pairs]
     rows: list[dict[str, Any]] = []
     for shift, angle in [*((shift, 0.0) for shift in arguments.shifts), *((0.0, angle) for angle in arguments.angles)]:
         with tempfile.TemporaryDirectory() as folder:
-            here = [with_moved(pair, Path(folder), shift, angle) for pair in pairs]
+            here = [with_moved(pair, Path(folder), shift, angle, arguments.margin) for pair in pairs]
             found: Evaluation = evaluate(here, methods, labels=labels, partial=True)
         failures = [text for scores in found.scores for text in scores.failures]
         dice = {method: found.means(method)["dice"] for method in found.methods}
@@ -81,6 +101,7 @@ def main() -> None:
     report = {
         "commit": commit(),
         "machine": machine(),
+        "margin_mm": arguments.margin,
         "pairs": [pair.name for pair in pairs],
         "rows": rows,
     }

@@ -156,7 +156,9 @@ def _import(name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} is not installed; expected it for this method: pip install {package}") from error
+        raise ImportError(
+            f"{name} is not installed; expected it for this method: pip install {package} ({error})"
+        ) from error
 
 
 def _written(folder: str, *pair: Image) -> list[Path]:
