@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from carlreg import (
 from carlreg.images import Image, from_array, map_points
 from carlreg.inputs import LoadedModel, load_model, prepare
 from carlreg.losses import gaussian_blur
-from carlreg.optimize import FIELD_STEPS
+from carlreg.optimize import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.product import FILES
 
 sitk = pytest.importorskip("SimpleITK")
@@ -491,3 +492,27 @@ def test_without_room_for_certainty_there_is_none(
     options = {"model": model, "io_iterations": 0, "device": "cpu", "certainty": True}
     assert register(fixed=fixed, moving=moving, **options).spread is None
     assert "the report goes without" in caplog.text
+
+
+@pytest.mark.parametrize(("grid", "seen"), [("24 24 24", (24, 24, 24)), ("46 45 48", (23, 23, 24))])
+def test_fields_are_optimised_on_no_finer_a_grid_than_the_scans_have(
+    grid: str, seen: tuple[int, ...], pair: tuple[Image, Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scans are 28 × 30 × 26. On a grid of 46 × 45 × 48 every second voxel would be interpolated."""
+    path = tmp_path / "model.safetensors"
+    save(gradicon(3, 2, **SMALL), path, metadata={"grid": grid})
+    shapes = []
+
+    def spy(forward: Transform, backward: Transform, moving: Tensor, fixed: Tensor, **options: Any) -> Optimized:
+        given = (moving, fixed, options["moving_mask"], options["fixed_mask"])
+        shapes.extend(tuple(one.shape[2:]) for one in given if one is not None)
+        return optimize_fields(forward, backward, moving, fixed, **options)
+
+    monkeypatch.setattr("carlreg.product.optimize_fields", spy)
+    fixed, moving = pair
+    other = blobs(moving.shape, moving.affine, seed=1)
+    mask = from_array(np.ones(other.shape, np.uint8), other.affine)
+    result = register(fixed=fixed, moving=other, moving_mask=mask, model=path, over="fields", io_iterations=3)
+    assert shapes == [seen] * 3
+    assert result.losses[-1]["total"] < result.losses[0]["total"]
+    assert result.warped.shape == fixed.shape

@@ -88,7 +88,7 @@ def main() -> None:
     )
     best = arguments.out / "run" / "best.safetensors"
     model = load(best, device=device) if arguments.steps and best.exists() else model
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     report = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "parameters": count,

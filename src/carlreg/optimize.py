@@ -140,7 +140,6 @@ def optimize_fields(
     window: float = 2.0,
     weight: float = 1.5,
     fold_weight: float = 20.0,
-    stay: float = 0.0,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     seed: int = 0,
@@ -150,7 +149,7 @@ def optimize_fields(
 
     A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`. And
     it can follow finer detail than a network: "lncc" and "lncc2" correlate over windows of `window` voxels, half as
-    wide as in training. `stay` is what it costs to move away from the answer given, for each squared voxel.
+    wide as in training.
     There are `steps` on the finest of the `levels`, the images' own grid, and first three times as many on each of the
     coarser ones, with half as many voxels a side, a quarter, and so on, where they cost little. Changes of the fields
     are smoothed by a Gaussian of `smoothing` voxels, and Adam moves them by about `learning_rate` voxels a step.
@@ -176,7 +175,6 @@ def optimize_fields(
             field.displacement.expand(len(image), *field.displacement.shape[1:]).clone()
             for field, image in zip(given, (fixed, moving), strict=True)
         ]
-        answer = [field.clone() for field in fields]
         losses: list[dict[str, float]] = []
         best: tuple[int, DisplacementField, DisplacementField] | None = None
         done, stopped = 0, None
@@ -187,7 +185,6 @@ def optimize_fields(
                 for mask, image in zip((moving_mask, fixed_mask), images, strict=True)
             ]
             start = [_resample(field, image.shape[2:]) for field, image in zip(fields, images[::-1], strict=True)]
-            origin = [_resample(field, image.shape[2:]) for field, image in zip(answer, images[::-1], strict=True)]
             changes = [torch.zeros_like(field, requires_grad=True) for field in start]
             optimizer = torch.optim.Adam(changes, lr=learning_rate)
             losses, best = [], None
@@ -211,12 +208,6 @@ def optimize_fields(
                 if fold_weight:
                     folded = folds(current[0]) + folds(current[1])
                     loss = dataclasses.replace(loss, total=loss.total + fold_weight * folded)
-                if stay:
-                    moved = sum(
-                        ((now - then) / _voxel(full)).square().sum(1).mean()
-                        for now, then, full in zip(current, origin, answer, strict=True)
-                    )
-                    loss = dataclasses.replace(loss, total=loss.total + stay * moved)
                 values = loss.floats()
                 if not math.isfinite(values["total"]):
                     stopped = f"the loss became {values['total']} at step {done}"

@@ -422,7 +422,17 @@ def _optimize(
             return instance_optimize(network, m.tensor, f.tensor, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
+    if _is_coarse(m) and _is_coarse(f):  # a finer grid would show nothing but interpolation
+        half = [(n + 1) // 2 for n in f.tensor.shape[2:]]
+        masks = {"moving_mask": m.mask, "fixed_mask": f.mask}
+        options |= {key: mask if mask is None else images.resize_labels(mask, half) for key, mask in masks.items()}
+        return optimize_fields(*answer, *(images.resize(one.tensor, half) for one in (m, f)), **options), "fields"
     return optimize_fields(*answer, m.tensor, f.tensor, **options), "fields"
+
+
+def _is_coarse(image: Prepared) -> bool:
+    """Whether a scan has so few voxels that the network's grid is finer by half or more on every side."""
+    return all(3 * own <= 2 * grid for own, grid in zip(image.image.shape, image.tensor.shape[2:], strict=True))
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
