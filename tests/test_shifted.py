@@ -1,0 +1,101 @@
+"""The experiment on shifted brains, with stand-ins for networks whose answers are known; and what training draws."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from carlreg import Affine, Identity, Transform
+from carlreg.grids import voxel_points
+
+ROOT = Path(__file__).parent.parent
+SIDE = 24
+
+
+@pytest.fixture
+def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """experiments/moved/grid.py. It is forgotten afterwards, as are its neighbours: other experiments use these names."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "base"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "moved"))
+    for name in ("grid", "train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import grid
+
+    yield grid
+    for name in ("grid", "train"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def data(grid: ModuleType, tmp_path: Path) -> Any:
+    """Three brains: balls with two labels, each elsewhere, with 4 voxels of nothing around them."""
+    packed = {}
+    index = np.stack(np.meshgrid(*3 * [np.arange(SIDE)], indexing="ij"), axis=-1)
+    for number, split in enumerate(("val", "val", "val", "train", "train")):
+        distance = np.linalg.norm(index - [11 + number % 2, 12, 11], axis=-1)
+        labels = np.where(distance < 4, 1, np.where(distance < 7, 2, 0)).astype(np.uint8)
+        for name in ("brain", "abdomen") if split == "train" else ("brain",):
+            packed[f"{name}/{split}/{number}"] = (100 * labels).astype(np.uint8)
+            packed[f"{name}/{split}/{number}/labels"] = labels
+    np.savez(tmp_path / "pack.npz", **packed)
+    return grid.Data(tmp_path / "pack.npz", SIDE, torch.device("cpu"))
+
+
+def centres_onto_one_another(moving: Tensor, fixed: Tensor) -> Transform:
+    """Exactly equivariant to every shift that leaves the images in view."""
+    points = voxel_points(fixed)[0]
+    there, here = (
+        torch.stack([(one[0, ..., None] * points).sum((0, 1, 2)) / one.sum() for one in images])
+        for images in (moving, fixed)
+    )
+    return Affine.from_parts(torch.eye(3).expand(len(fixed), 3, 3), there - here)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_an_equivariant_answer_scores_the_same_wherever_the_brain_is(grid: ModuleType, data: Any, axis: int) -> None:
+    pairs = data.pairs("brain", "val")
+    rows = [
+        {"axis": "a", "voxels": voxels, **grid.sweep(centres_onto_one_another, data, pairs, axis, voxels, 48)}
+        for voxels in (0, 3, 7, 12)
+    ]
+    assert all(share == 1 for row in rows for share in row["visible"])
+    found = grid.in_view(rows)
+    assert found["cases"] == 3 * len(pairs) == 18
+    assert found["at_rest"] > 0.95
+    assert found["mean_absolute_change"] < 1e-6
+    still = grid.sweep(lambda moving, fixed: Identity(), data, pairs, axis, 12, 48)
+    assert max(still["dice"]) < 0.1  # nobody follows
+
+
+def test_what_leaves_the_view_is_lost_to_the_network_and_not_to_the_score(grid: ModuleType, data: Any) -> None:
+    """The answer is told the shift: labels come back whole, even of what no image shows any more."""
+    pairs = data.pairs("brain", "val")
+
+    def told(moving: Tensor, fixed: Tensor) -> Transform:
+        by = torch.tensor([[10 / (SIDE - 1), 0, 0]])
+        return Affine.from_parts(torch.eye(3)[None], by)
+
+    found = grid.sweep(told, data, pairs, 0, 10, SIDE)
+    at_rest = grid.sweep(lambda moving, fixed: Identity(), data, pairs, 0, 0, SIDE)
+    assert all(0.2 < share < 0.9 for share in found["visible"])
+    assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)
+    assert grid.in_view([{"axis": "a", "voxels": 0, **at_rest}, {"axis": "a", "voxels": 10, **found}]) == {"cases": 0}
+
+
+def test_abdomens_lose_slices_and_brains_do_not(data: Any) -> None:
+    data.cropped = 1.0
+    generator = torch.Generator().manual_seed(0)
+    seen = {name: [data.affine_noise(generator, name).matrix[0] for _ in range(200)] for name in ("abdomen", "brain")}
+    height = {name: torch.stack([matrix[2, 2] for matrix in found]) for name, found in seen.items()}
+    assert 0.7 < height["abdomen"].mean() < 0.85  # between 0.55 and all of them are left
+    assert 0.97 < height["brain"].mean() < 1.03
+    middle = torch.stack([matrix[2, :3].sum() / 2 + matrix[2, 3] for matrix in seen["abdomen"]])
+    assert abs(middle.mean() - 0.5) < 0.05  # from both ends
