@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import pytest
@@ -23,7 +24,7 @@ from carlreg import (
     warp,
 )
 from carlreg.grids import Grid
-from carlreg.losses import Loss
+from carlreg.losses import SIMILARITIES, Loss
 from carlreg.metrics import folding, inverse_consistency
 from carlreg.optimize import steps_in_all
 
@@ -222,3 +223,18 @@ def test_bad_input_is_named(model: RegistrationAlgorithm) -> None:
         instance_optimize(model, blobs(0) * torch.nan, blobs(0))
     with pytest.raises(ValueError, match="ClosedFormXi has no weights to optimise"):
         instance_optimize(ClosedFormXi(1), torch.rand(1, 1, 9), torch.rand(1, 1, 9))
+
+
+@pytest.mark.parametrize("name", ["lncc", "lncc2"])
+def test_fields_are_compared_over_windows_of_their_own(name: str) -> None:
+    """The first loss is that of the answer given, with LNCC over just that window."""
+    moving, fixed = blobs(0), blobs(0.05)
+    expected = []
+    for window in (1.0, 3.0):
+        options = {"similarity": name, "steps": 0, "levels": 1, "fold_weight": 0.0}
+        found = optimize_fields(Identity(), Identity(), moving, fixed, window=window, **options)
+        measure = functools.partial(SIMILARITIES[name], sigma=window)
+        loss = registration_loss(Identity(), Identity(), moving, fixed, similarity=measure)
+        assert found.losses[0]["similarity"] == pytest.approx(float(loss.similarity), abs=1e-6)
+        expected.append(found.losses[0]["similarity"])
+    assert abs(expected[0] - expected[1]) > 1e-3

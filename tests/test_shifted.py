@@ -22,7 +22,7 @@ SIDE = 24
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """experiments/moved/grid.py. It is forgotten afterwards, as are its neighbours: other experiments use these names."""
+    """experiments/moved/grid.py. It is forgotten afterwards, like its neighbours: other experiments use these names."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "base"))
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "moved"))
     for name in ("grid", "train"):
@@ -97,5 +97,8 @@ def test_abdomens_lose_slices_and_brains_do_not(data: Any) -> None:
     height = {name: torch.stack([matrix[2, 2] for matrix in found]) for name, found in seen.items()}
     assert 0.7 < height["abdomen"].mean() < 0.85  # between 0.55 and all of them are left
     assert 0.97 < height["brain"].mean() < 1.03
-    middle = torch.stack([matrix[2, :3].sum() / 2 + matrix[2, 3] for matrix in seen["abdomen"]])
-    assert abs(middle.mean() - 0.5) < 0.05  # from both ends
+    middle = {
+        name: torch.stack([matrix[2, :3].sum() / 2 + matrix[2, 3] for matrix in found]) for name, found in seen.items()
+    }
+    assert abs(middle["abdomen"].mean() - 0.5) < 0.05  # from both ends
+    assert middle["abdomen"].std() > 1.2 * middle["brain"].std()  # and not from both alike

@@ -57,7 +57,7 @@ CARL = {"CARL": "network", "CARL with optimisation": "fields"}
 BEST, ANTS = "CARL with optimisation", "ANTs SyNQuick"
 OTHERS = {
     ANTS: ("ants-synquick", "ants", "ants", "antspyx"),
-    "greedy": ("greedy", "greedy", "picsl_greedy", "picsl_greedy"),
+    "greedy": ("greedy", "greedy", "picsl_greedy", "picsl-greedy"),
     "ConvexAdam": ("convexadam", "convexadam", "convexAdam", "convexAdam"),
 }
 """Other people's methods: what `carlreg.baselines` calls each, its folder in WORK, its module and its package."""
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="where experiments/native kept registrations; WORK/carl if left out")
     parser.add_argument("--carl-pairs", type=int, help="let CARL register at most so many pairs in this call")
     parser.add_argument("--ants-pairs", type=int, help="let ANTs register at most so many pairs in this call")
-    parser.add_argument("--other-pairs", type=int, help="and greedy and ConvexAdam, each")
+    parser.add_argument("--other-pairs", type=int, help="let greedy and ConvexAdam each register at most so many")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.model != "default" and arguments.out == RESULTS:
@@ -299,7 +299,8 @@ def common(evaluation: Evaluation) -> Evaluation:
 
 
 def table(books: Mapping[str, Book]) -> str:
-    """Means over the pairs that all methods of a set have, and over each one's own; CARL less ANTs, pair by pair."""
+    """Means over the pairs that all methods of a set have, and over each one's own; CARL less each other program, pair
+    by pair."""
     headings = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", "Dice, all its pairs")
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     notes = [

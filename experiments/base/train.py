@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import carl, gradicon, load, save
+from carlreg.models import carl, gradicon, load, pretrained, save
 from carlreg.optimize import instance_optimize
 from carlreg.precision import mixed_precision
 from carlreg.registration import RegistrationAlgorithm
@@ -76,7 +76,7 @@ def main() -> None:
         "label_weight": arguments.label_weight,
     }
     if arguments.model is not None:
-        model = load(arguments.model, device=device)
+        model = start_from(arguments.model, device)
         stages = [Stage(arguments.steps, warm_up=100, refine=arguments.refine, **common)]
     else:
         model = NETWORKS[arguments.network](arguments.width).to(device)
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every training on these packs can be told."""
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="a model to go on from")
+    parser.add_argument("--model", type=Path, help="a model to go on from: a file, or carl-base")
     parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
     parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
     parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
@@ -157,6 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
+
+
+def start_from(model: Path, device: torch.device) -> RegistrationAlgorithm:
+    """A model file, or a model of the package by its name."""
+    return load(model, device=device) if model.is_file() else pretrained(str(model)).to(device)
 
 
 def show(progress: Progress) -> None:

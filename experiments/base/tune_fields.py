@@ -33,21 +33,18 @@ from carlreg.transforms import DisplacementField, warp
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"window": 2.0},
-    {"window": 3.0},
-    {"levels": 4},
-    {"levels": 4, "window": 2.0},
-    {"side": 48},
-    {"side": 48, "window": 2.0},
-    {"side": 64, "window": 2.0},
-    {"window": 2.0, "weight": 3.0},
-    {"window": 2.0, "weight": 0.75},
-    {"window": 2.0, "smoothing": 1.5},
-    {"window": 2.0, "smoothing": 3.0},
     {"window": 1.5},
-    {"similarity": "mind", "weight": 0.1, "fold_weight": 2.0},
+    {"window": 3.0},
+    {"window": 4.0},
+    {"weight": 0.75},
+    {"weight": 3.0},
+    {"steps": 40},
+    {"levels": 4},
+    {"side": 48},
+    {"smoothing": 1.5},
+    {"smoothing": 3.0},
     {"learning_rate": 0.5},
-    {"steps": 40, "window": 2.0},
+    {"similarity": "mind", "weight": 0.1, "fold_weight": 2.0},
 ]
 
 
@@ -102,13 +99,14 @@ class Batch:
         side = options.pop("side", 96)
         images = [at_most(image, side) for image in (self.moving, self.fixed)]
         start = time.perf_counter()
-        phi = optimize_fields(*self.answer, *images, **options).transform
+        (forward, backward), (moving, fixed) = self.answer, images
+        phi = optimize_fields(forward, backward, moving, fixed, **options).transform
         if self.moving.is_cuda:
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / len(self.pairs)
         rows = []
-        for n, (moving, fixed) in enumerate(self.pairs):
-            labels = [self.data.images[f"{key}/labels"][None, None].float() for key in (moving, fixed)]
+        for n, pair in enumerate(self.pairs):
+            labels = [self.data.images[f"{key}/labels"][None, None].float() for key in pair]
             warped = warp(labels[0], phi[n : n + 1], like=labels[1], mode="nearest")
             rows.append({"dice": mean_score(dice(warped, labels[1])), "folds": folding(phi[n : n + 1], self.fixed)})
             if self.name == "abdomen":

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def affine(model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Affine:
-    """As `carl register --transform affine --fit-to attention` fits it."""
+    """As `carl register --transform affine --fit-to attention` fits it, but in unit coordinates."""
     with mixed_precision(moving.device):
         matches = coordinate_matches(model, moving, fixed)
     if matches is None:

@@ -62,7 +62,8 @@ def main() -> None:
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
-        report = {"commit": commit(), "machine": machine(), "pair": pair, "frame": arguments.frame, "rows": rows}
+        place = torch.cuda.get_device_name() if device.type == "cuda" else machine()
+        report = {"commit": commit(), "machine": place, "pair": pair, "frame": arguments.frame, "rows": rows}
         write_atomically(arguments.out / "attention.json", (json.dumps(report, indent=1) + "\n").encode())
 
 

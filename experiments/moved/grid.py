@@ -65,15 +65,17 @@ def main() -> None:
     if wanted:
         data = Data(arguments.data, 96, device)
         pairs = data.pairs(arguments.set, arguments.split)[: arguments.pairs]
-        report |= {"side": arguments.frame, "set": arguments.set, "pairs": ["_to_".join(names(pair)) for pair in pairs]}
+        asked = {"side": arguments.frame, "set": arguments.set, "split": arguments.split}
+        asked["pairs"] = ["_to_".join(names(pair)) for pair in pairs]
+        if report["methods"] and asked["pairs"] != report["pairs"]:
+            sys.exit(f"{path} is of other pairs; expected the same ones for all methods, or another folder")
+        report |= asked
     for name, source in wanted.items():
         model = (load(source) if Path(source).is_file() else pretrained(source)).to(device).eval()
-        rows: list[dict[str, Any]] = []
+        still = sweep(model, data, pairs, 0, 0, arguments.frame)
+        rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in AXES]
         for axis in range(3):
-            for voxels in arguments.shifts:
-                if voxels == 0 and axis:
-                    rows.append({**rows[0], "axis": AXES[axis]})
-                    continue
+            for voxels in (n for n in arguments.shifts if n):
                 rows.append(
                     {"axis": AXES[axis], "voxels": voxels, **sweep(model, data, pairs, axis, voxels, arguments.frame)}
                 )
@@ -126,8 +128,8 @@ def framed(images: list[Tensor], side: int) -> Tensor:
 
 
 def in_view(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How Dice changes by shifts that leave the brain in view: the mean over pairs and shifts, and the largest of the
-    means over pairs."""
+    """How Dice changes by shifts that leave the brain in view: the mean over pairs and shifts, with and without its sign,
+    and the lowest of all."""
     still = {row["axis"]: np.array(row["dice"]) for row in rows if row["voxels"] == 0}
     changes = []
     for row in rows:
@@ -153,10 +155,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
     plots = figure.subplots(1, 3, sharey=True)
     for axes, axis in zip(plots, AXES, strict=True):
         for number, (name, found) in enumerate(report["methods"].items()):
-            rows = [row for row in found["rows"] if row["axis"] == axis]
+            rows = sorted((row for row in found["rows"] if row["axis"] == axis), key=lambda row: row["voxels"])
             shifts = [row["voxels"] for row in rows]
             axes.plot(shifts, [np.mean(row["dice"]) for row in rows], "o-", color=f"C{number}", label=name)
-        rows = [row for row in next(iter(report["methods"].values()))["rows"] if row["axis"] == axis]
+        rows = next(iter(report["methods"].values()))["rows"]
+        rows = sorted((row for row in rows if row["axis"] == axis), key=lambda row: row["voxels"])
         seen = [np.mean(row["visible"]) for row in rows]
         axes.plot([row["voxels"] for row in rows], seen, ":", color="0.6", label="share of the brain in view")
         axes.set(title=axis, xlabel="shift of the moving image, voxels", ylim=(0, 1.02))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from carlreg.transforms import random_rotation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
-from train import Data, add_arguments, show  # type: ignore[import-not-found]
+from train import Data, add_arguments, show, start_from  # type: ignore[import-not-found]
 
 UNETS: dict[str, Any] = {"unet_down": (16, 32, 48, 96, 96), "unet_up": (96, 64, 48, 32, 16)}
 """With an encoder 64 wide, 6.06 M parameters: 11.6 MiB of half floats."""
@@ -56,7 +57,7 @@ def main() -> None:
     later = {"learning_rate": arguments.rate, "final_learning_rate": arguments.final_rate, "rotate": True}
     stages = [Stage(arguments.steps, warm_up=100, **later)]
     if arguments.model is not None:
-        model = load(arguments.model, device=device)
+        model = start_from(arguments.model, device)
     else:
         model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
         common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
@@ -98,7 +99,7 @@ def main() -> None:
     write_atomically(arguments.out / "scores.json", (json.dumps(report, indent=2) + "\n").encode())
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata={"name": "carl-rot"})
     if arguments.sweep:
-        pairs = data.pairs("brain", arguments.split)[: arguments.sweep]
+        pairs = random.Random(0).sample(data.pairs("brain", arguments.split), arguments.sweep)
         sweep: dict[str, Any] = {**report, "pairs": pairs, "planes": {plane: {} for plane in PLANES}}
         for angle in arguments.angles:
             for name, plane in PLANES.items():

@@ -148,8 +148,8 @@ def optimize_fields(
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's answer.
 
     A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`. And
-    it can follow finer detail than a network: "lncc" and "lncc2" correlate over windows of `window` voxels, half as
-    wide as in training.
+    it can follow finer detail than a network: "lncc" and "lncc2" correlate over Gaussian windows with a standard
+    deviation of `window` voxels, half of that in training.
     There are `steps` on the finest of the `levels`, the images' own grid, and first three times as many on each of the
     coarser ones, with half as many voxels a side, a quarter, and so on, where they cost little. Changes of the fields
     are smoothed by a Gaussian of `smoothing` voxels, and Adam moves them by about `learning_rate` voxels a step.

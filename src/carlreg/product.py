@@ -286,6 +286,7 @@ def register(
         "allow_identity": allow_identity,
         "seed": seed,
         "grid": list(case.f.tensor.shape[2:]),
+        "io_grid": _field_sides(case.m, case.f) if solved.over == "fields" else None,
         "inputs": _describe_inputs(sources, case),
         "seconds": clock.seconds(),
         "peak_memory_gb": _peak_memory(place),
@@ -422,17 +423,19 @@ def _optimize(
             return instance_optimize(network, m.tensor, f.tensor, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-    if _is_coarse(m) and _is_coarse(f):  # a finer grid would show nothing but interpolation
-        half = [(n + 1) // 2 for n in f.tensor.shape[2:]]
-        masks = {"moving_mask": m.mask, "fixed_mask": f.mask}
-        options |= {key: mask if mask is None else images.resize_labels(mask, half) for key, mask in masks.items()}
-        return optimize_fields(*answer, *(images.resize(one.tensor, half) for one in (m, f)), **options), "fields"
-    return optimize_fields(*answer, m.tensor, f.tensor, **options), "fields"
+    sides = _field_sides(m, f)
+    for key in ("moving_mask", "fixed_mask"):
+        if options[key] is not None:
+            options[key] = images.resize_labels(options[key], sides)
+    return optimize_fields(*answer, *(images.resize(one.tensor, sides) for one in (m, f)), **options), "fields"
 
 
-def _is_coarse(image: Prepared) -> bool:
-    """Whether a scan has so few voxels that the network's grid is finer by half or more on every side."""
-    return all(3 * own <= 2 * grid for own, grid in zip(image.image.shape, image.tensor.shape[2:], strict=True))
+def _field_sides(m: Prepared, f: Prepared) -> list[int]:
+    """Of the grid that fields are optimised on: the network's, or half of it where that has as many voxels as each of
+    the scans. More would show nothing but interpolation."""
+    whole = list(f.tensor.shape[2:])
+    half = [(n + 1) // 2 for n in whole]
+    return half if all(math.prod(one.image.shape) <= math.prod(half) for one in (m, f)) else whole
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
