@@ -128,8 +128,8 @@ def framed(images: list[Tensor], side: int) -> Tensor:
 
 
 def in_view(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How Dice changes by shifts that leave the brain in view: the mean over pairs and shifts, with its sign and without
-    it, and the lowest of all."""
+    """How Dice changes by shifts that leave the brain in view: the mean over pairs and shifts, with its sign and
+    without, and the lowest of all."""
     still = {row["axis"]: np.array(row["dice"]) for row in rows if row["voxels"] == 0}
     changes = []
     for row in rows:
