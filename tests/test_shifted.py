@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from carlreg import Affine, Identity, Transform
+from carlreg import Affine, DisplacementField, Identity, Transform
+from carlreg.evaluation import Result
 from carlreg.grids import voxel_points
+from carlreg.images import Image
 
 ROOT = Path(__file__).parent.parent
 SIDE = 24
@@ -102,3 +104,19 @@ def test_abdomens_lose_slices_and_brains_do_not(data: Any) -> None:
     }
     assert abs(middle["abdomen"].mean() - 0.5) < 0.05  # from both ends
     assert middle["abdomen"].std() > 1.2 * middle["brain"].std()  # and not from both alike
+
+
+def test_another_program_as_if_it_were_a_network(grid: ModuleType, data: Any) -> None:
+    """One that is told to shift by whole millimetres, which are voxels."""
+
+    def told(pair: Any, fixed: Image, moving: Image) -> Result:
+        assert fixed.shape == moving.shape == (SIDE,) * 3
+        return Result(lambda points: points + np.array([0.0, 5.0, 0.0]))
+
+    phi = grid.by_program(told)(torch.rand(2, 1, SIDE, SIDE, SIDE), torch.rand(2, 1, SIDE, SIDE, SIDE))
+    assert isinstance(phi, DisplacementField)
+    expected = torch.tensor([0, 5 / (SIDE - 1), 0]).reshape(1, 3, 1, 1, 1).expand_as(phi.displacement)
+    assert torch.allclose(phi.displacement, expected, atol=1e-6)
+    found = grid.sweep(grid.by_program(told), data, data.pairs("brain", "val"), 1, 5, SIDE)
+    at_rest = grid.sweep(lambda moving, fixed: Identity(), data, data.pairs("brain", "val"), 1, 0, SIDE)
+    assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)

@@ -2,20 +2,23 @@
 
     python experiments/moved/grid.py carry/base.npz experiments/moved/results --method carl-base=carl-base \\
         --method gradicon=gradicon.safetensors
+    python experiments/moved/grid.py carry/base.npz experiments/moved/results --method ANTs=ants-synquick --pairs 3
 
 `carry/base.npz` is what experiments/base/prepare.py packs. All ordered pairs of validation subjects, by 14 subcortical
-structures; the network alone. The moving image is shifted by whole voxels along each axis in turn, up to half of a
-scan's 96; what comes in is 0, and what leaves is lost to the network, not to the score: labels are carried along
-unharmed. `visible` is the share of the moving brain that is still in the image. With `--frame 192` both images lie in
-the middle of an empty cube, which no shift leaves. Writes shifts-96.json or shifts-192.json, and a figure of what that
-file holds: a method that is there already is left out.
+structures; networks alone, or another program by its name in `carl evaluate`. The moving image is shifted by whole
+voxels along each axis in turn, up to half of a scan's 96; what comes in is 0, and what leaves is lost to the network,
+not to the score: labels are carried along unharmed. `visible` is the share of the moving brain that is still in the
+image. With `--frame 192` both images lie in the middle of an empty cube, which no shift leaves. Writes shifts-96.json
+or shifts-192.json, and a figure of what that file holds: a method that is there already is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg.baselines import BASELINES
+from carlreg.datasets.tables import Pair
+from carlreg.evaluation import Method
+from carlreg.grids import voxel_points
+from carlreg.images import from_array, map_points
 from carlreg.metrics import dice, mean_score
 from carlreg.models import load, pretrained, write_atomically
 from carlreg.precision import mixed_precision
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.transforms import Affine, compose, warp
+from carlreg.transforms import Affine, DisplacementField, Transform, compose, warp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
@@ -40,17 +47,20 @@ AXES = ("left to right", "back to front", "bottom to top")
 IN_VIEW = 0.999
 """A brain counts as in view while so much of it is."""
 TOGETHER = 8
+Algorithm = Callable[[Tensor, Tensor], Transform]
+"""A moving and a fixed image to Φ."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", action="append", default=[], help="NAME=MODEL, as often as there are methods")
+    parser.add_argument("--method", action="append", default=[], help="NAME=MODEL or NAME=PROGRAM, as often as need be")
     parser.add_argument("--set", default="brain")
     parser.add_argument("--split", default="val", choices=("dev", "val"))
-    parser.add_argument("--pairs", type=int, help="the first so many only, to try the script")
+    parser.add_argument("--pairs", type=int, help="so many only, drawn with a fixed seed")
     parser.add_argument("--shifts", type=int, nargs="+", default=SHIFTS, help="voxels")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="along which to shift")
     parser.add_argument("--frame", type=int, default=96, help="voxels a side of the empty cube around both images")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
@@ -64,25 +74,23 @@ def main() -> None:
     wanted = {name: model for name, model in wanted.items() if name not in report["methods"]}
     if wanted:
         data = Data(arguments.data, 96, device)
-        pairs = data.pairs(arguments.set, arguments.split)[: arguments.pairs]
-        asked = {"side": arguments.frame, "set": arguments.set, "split": arguments.split}
-        asked["pairs"] = ["_to_".join(names(pair)) for pair in pairs]
-        if report["methods"] and asked["pairs"] != report["pairs"]:
-            sys.exit(f"{path} is of other pairs; expected the same ones for all methods, or another folder")
-        report |= asked
+        pairs = data.pairs(arguments.set, arguments.split)
+        if arguments.pairs is not None:
+            pairs = random.Random(0).sample(pairs, arguments.pairs)
+        report |= {"side": arguments.frame, "set": arguments.set, "split": arguments.split}
     for name, source in wanted.items():
-        model = (load(source) if Path(source).is_file() else pretrained(source)).to(device).eval()
+        model = by_program(BASELINES[source]) if source in BASELINES else network(source, device)
         still = sweep(model, data, pairs, 0, 0, arguments.frame)
-        rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in AXES]
-        for axis in range(3):
+        rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in arguments.axes]
+        for axis in arguments.axes:
             for voxels in (n for n in arguments.shifts if n):
-                rows.append(
-                    {"axis": AXES[axis], "voxels": voxels, **sweep(model, data, pairs, axis, voxels, arguments.frame)}
-                )
+                found = sweep(model, data, pairs, AXES.index(axis), voxels, arguments.frame)
+                rows.append({"axis": axis, "voxels": voxels, **found})
                 means = {key: round(float(np.mean(rows[-1][key])), 4) for key in ("dice", "visible")}
-                print(name, AXES[axis], voxels, means, flush=True)
+                print(name, axis, voxels, means, flush=True)
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        report["methods"][name] = {"commit": arguments.commit, "machine": machine, "rows": rows}
+        of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
+        report["methods"][name] = {"commit": arguments.commit, "machine": machine, "pairs": of, "rows": rows}
         write_atomically(path, (json.dumps(report) + "\n").encode())
     report["in_view"] = {name: in_view(found["rows"]) for name, found in report["methods"].items()}
     write_atomically(path, (json.dumps(report) + "\n").encode())
@@ -90,13 +98,29 @@ def main() -> None:
     print(json.dumps(report["in_view"], indent=1))
 
 
-def names(pair: tuple[str, str]) -> list[str]:
-    return [key.split("/")[-1] for key in pair]
+def network(source: str, device: torch.device) -> Algorithm:
+    """A model file, or a model of the package by its name."""
+    return (load(source) if Path(source).is_file() else pretrained(source)).to(device).eval()
+
+
+def by_program(method: Method) -> Algorithm:
+    """Another program as if it were a network; to it a voxel is a millimetre."""
+
+    def run(moving: Tensor, fixed: Tensor) -> Transform:
+        fields = []
+        for one, other in zip(moving.cpu().numpy(), fixed.cpu().numpy(), strict=True):
+            m, f = (from_array(image[0]) for image in (one, other))
+            points = voxel_points(fixed[:1]).cpu().double().numpy()[0]
+            found = method(Pair("pair", None, None), f, m).transform(map_points(f.unit_to_world(), points))
+            fields.append(torch.from_numpy(map_points(m.world_to_unit(), found) - points).movedim(-1, 0))
+        return DisplacementField(torch.stack(fields).to(fixed))
+
+    return run
 
 
 @torch.no_grad()
 def sweep(
-    model: RegistrationAlgorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int
+    model: Algorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int
 ) -> dict[str, list[float]]:
     """Of each pair, with the moving image shifted along one axis: Dice, and how much of it is visible."""
     by = torch.zeros(1, 3)
@@ -157,13 +181,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for number, (name, found) in enumerate(report["methods"].items()):
             rows = sorted((row for row in found["rows"] if row["axis"] == axis), key=lambda row: row["voxels"])
             shifts = [row["voxels"] for row in rows]
-            axes.plot(shifts, [np.mean(row["dice"]) for row in rows], "o-", color=f"C{number}", label=name)
+            label = f"{name}, {len(found['pairs'])} pairs"
+            axes.plot(shifts, [np.mean(row["dice"]) for row in rows], "o-", color=f"C{number}", label=label)
         rows = next(iter(report["methods"].values()))["rows"]
         rows = sorted((row for row in rows if row["axis"] == axis), key=lambda row: row["voxels"])
         seen = [np.mean(row["visible"]) for row in rows]
         axes.plot([row["voxels"] for row in rows], seen, ":", color="0.6", label="share of the brain in view")
         axes.set(title=axis, xlabel="shift of the moving image, voxels", ylim=(0, 1.02))
-    plots[0].set_ylabel("Dice, mean over all pairs")
+    plots[0].set_ylabel("Dice, mean over the pairs")
     plots[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
