@@ -567,14 +567,20 @@ def test_the_page_about_shifts_says_what_the_files_say() -> None:
     own, framed = (experiment(f"moved/results/shifts-{side}.json") for side in (96, 192))
     rows = []
     for found in (own, framed):
-        for name, method in found["methods"].items():
+        for name in ("carl-base", "gradicon"):
             for axis in AXES:
-                dice = [f"{mean(row['dice']):.3f}" for row in method["rows"] if row["axis"] == axis]
+                dice = [f"{mean(row['dice']):.3f}" for row in found["methods"][name]["rows"] if row["axis"] == axis]
                 rows.append(f"| {name}, {axis} | {' | '.join(dice)} |")
+        if found is own:
+            ants, base = (found["methods"][name] for name in ("ANTs", "carl-base"))
+            some = [base["pairs"].index(pair) for pair in ants["pairs"]]
+            dice = [f"{mean(row['dice']):.3f}" for row in ants["rows"]]
+            rows.append(f"| ANTs SyNQuick on 3 pairs, {AXES[0]} | {' | '.join(dice)} |")
+            same = [[row["dice"][n] for n in some] for row in base["rows"] if row["axis"] == AXES[0]]
+            rows.append(f"| carl-base on these 3, {AXES[0]} | {' | '.join(f'{mean(dice):.3f}' for dice in same)} |")
         for axis in AXES if found is own else ():
             seen = [row["visible"] for row in found["methods"]["carl-base"]["rows"] if row["axis"] == axis]
             rows.append(f"| in view, {axis} | {' | '.join(f'{100 * mean(share):.0f} %' for share in seen)} |")
-    assert page.count("| shift, voxels | 0 | 3 | 7 | 13 | 20 | 29 | 38 | 48 |") == 2
     assert [
         line for line in page.splitlines() if line.startswith(("| carl-base,", "| gradicon,", "| in view,"))
     ] == rows
