@@ -40,6 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data, model = Data(arguments.data, 96, device), pretrained().to(device).eval()
+    made_by = commit()  # before anything is written
     pair = data.pairs("brain", "val")[0]
     moving, fixed = (framed([data.image(key)], arguments.frame) for key in pair)
     voxels, before, rows = arguments.frame - 1, torch.empty(0), []
@@ -63,7 +64,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         place = torch.cuda.get_device_name() if device.type == "cuda" else machine()
-        report = {"commit": commit(), "machine": place, "pair": pair, "frame": arguments.frame, "rows": rows}
+        report = {"commit": made_by, "machine": place, "pair": pair, "frame": arguments.frame, "rows": rows}
         write_atomically(arguments.out / "attention.json", (json.dumps(report, indent=1) + "\n").encode())
 
 
