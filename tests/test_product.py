@@ -519,3 +519,22 @@ def test_fields_are_optimised_on_half_the_grid_where_that_has_as_many_voxels_as_
     assert result.losses[-1]["total"] < result.losses[0]["total"]
     assert result.warped.shape == fixed.shape
     assert result.settings["io_grid"] == list(seen)
+
+
+def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(
+    pair: tuple[Image, Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(gradicon(3, 2, **SMALL), tmp_path / "model.safetensors")
+    shapes = []
+
+    def spy(forward: Transform, backward: Transform, moving: Tensor, fixed: Tensor, **options: Any) -> Optimized:
+        shapes.extend(tuple(one.shape[2:]) for one in (moving, fixed))
+        return optimize_fields(forward, backward, moving, fixed, **options)
+
+    monkeypatch.setattr("carlreg.product.optimize_fields", spy)
+    fixed, _ = pair
+    moving = blobs((36, 24, 33), np.diag([1.2, 1.5, 1.6, 1.0]), seed=1)
+    result = register(fixed=fixed, moving=moving, model=tmp_path / "model.safetensors", over="fields", io_iterations=1)
+    assert len(shapes) == 2
+    assert [sorted(shape) for shape in shapes] == [sorted(moving.shape), sorted(fixed.shape)]
+    assert result.warped.shape == fixed.shape

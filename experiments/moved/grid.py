@@ -33,13 +33,13 @@ from carlreg.evaluation import Method
 from carlreg.grids import voxel_points
 from carlreg.images import from_array, map_points
 from carlreg.metrics import dice, mean_score
-from carlreg.models import load, pretrained, write_atomically
+from carlreg.models import write_atomically
 from carlreg.precision import mixed_precision
 from carlreg.transforms import Affine, DisplacementField, Transform, compose, warp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
-from train import Data  # type: ignore[import-not-found]
+from train import Data, start_from  # type: ignore[import-not-found]
 
 SHIFTS = (0, 3, 7, 13, 20, 29, 38, 48)
 """Voxels of 96. Few of them are multiples of 4, to which coordinate attention is exactly equivariant."""
@@ -79,7 +79,7 @@ def main() -> None:
             pairs = random.Random(0).sample(pairs, arguments.pairs)
         report |= {"side": arguments.frame, "set": arguments.set, "split": arguments.split}
     for name, source in wanted.items():
-        model = by_program(BASELINES[source]) if source in BASELINES else network(source, device)
+        model = by_program(BASELINES[source]) if source in BASELINES else start_from(Path(source), device).eval()
         still = sweep(model, data, pairs, 0, 0, arguments.frame)
         rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in arguments.axes]
         for axis in arguments.axes:
@@ -96,11 +96,6 @@ def main() -> None:
     write_atomically(path, (json.dumps(report) + "\n").encode())
     draw(report, path.with_suffix(".png"))
     print(json.dumps(report["in_view"], indent=1))
-
-
-def network(source: str, device: torch.device) -> Algorithm:
-    """A model file, or a model of the package by its name."""
-    return (load(source) if Path(source).is_file() else pretrained(source)).to(device).eval()
 
 
 def by_program(method: Method) -> Algorithm:

@@ -286,7 +286,7 @@ def register(
         "allow_identity": allow_identity,
         "seed": seed,
         "grid": list(case.f.tensor.shape[2:]),
-        "io_grid": _field_sides(case.m, case.f) if solved.over == "fields" else None,
+        "io_grid": _field_sides(case.m, case.f)[1] if solved.over == "fields" else None,
         "inputs": _describe_inputs(sources, case),
         "seconds": clock.seconds(),
         "peak_memory_gb": _peak_memory(place),
@@ -423,19 +423,21 @@ def _optimize(
             return instance_optimize(network, m.tensor, f.tensor, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-    sides = _field_sides(m, f)
-    for key in ("moving_mask", "fixed_mask"):
+    m_sides, f_sides = _field_sides(m, f)
+    for key, sides in (("moving_mask", m_sides), ("fixed_mask", f_sides)):
         if options[key] is not None:
             options[key] = images.resize_labels(options[key], sides)
-    return optimize_fields(*answer, *(images.resize(one.tensor, sides) for one in (m, f)), **options), "fields"
+    moving, fixed = images.resize(m.tensor, m_sides), images.resize(f.tensor, f_sides)
+    return optimize_fields(*answer, moving, fixed, **options), "fields"
 
 
-def _field_sides(m: Prepared, f: Prepared) -> list[int]:
-    """Of the grid that fields are optimised on: the network's, or half of it where that has as many voxels as each of
-    the scans. More would show nothing but interpolation."""
-    whole = list(f.tensor.shape[2:])
-    half = [(n + 1) // 2 for n in whole]
-    return half if all(math.prod(one.image.shape) <= math.prod(half) for one in (m, f)) else whole
+def _field_sides(m: Prepared, f: Prepared) -> tuple[list[int], list[int]]:
+    """Of the moving and of the fixed image's grid that fields are optimised on: the network's, or half of it where that
+    has as many voxels as each of the scans. More would show nothing but interpolation."""
+    whole = list(m.tensor.shape[2:]), list(f.tensor.shape[2:])
+    half = [(n + 1) // 2 for n in whole[0]], [(n + 1) // 2 for n in whole[1]]
+    scans = m.image.shape, f.image.shape
+    return half if all(math.prod(scan) <= math.prod(sides) for scan, sides in zip(scans, half, strict=True)) else whole
 
 
 def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
