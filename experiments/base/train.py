@@ -38,6 +38,8 @@ MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
 """How often pairs of each set are drawn."""
 CROPPED = "abdomen"
 """The set whose scans end where the radiographer let them: some show the chest, some the pelvis."""
+MOST_ROOM = 0.8
+"""Of a scan's side, in all, that an image with empty space around it shows beyond the scan."""
 STRUCTURES = 14
 """Labels that are learnt from, at most: all of the brain's and the abdomen's."""
 NETWORKS: dict[str, Callable[[int], RegistrationAlgorithm]] = {
@@ -57,17 +59,18 @@ def main() -> None:
     parser.add_argument("--leave-out", choices=MIX, help="a set that is scored but not trained on")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
     parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
-    parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
     parser.add_argument("--abdomens", type=float, default=MIX["abdomen"], help="how often they are drawn")
+    parser.add_argument("--hippocampi", type=float, default=MIX["hippocampus"], help="how often they are drawn")
     parser.add_argument("--cropped", type=float, default=0.0, help="share of abdomens that lose slices at either end")
+    parser.add_argument("--room", type=float, default=0.0, help="share of pairs with empty space around the scans")
     arguments = parser.parse_args()
     if arguments.refine and arguments.model is None:
         parser.error("--refine goes on from a model: expected --model too")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    data = Data(arguments.data, arguments.side, device, cropped=arguments.cropped)
-    data.mix["abdomen"] = arguments.abdomens
+    data = Data(arguments.data, arguments.side, device, cropped=arguments.cropped, room=arguments.room)
+    data.mix |= {"abdomen": arguments.abdomens, "hippocampus": arguments.hippocampi}
     data.drawn = [name for name in data.sets if name != arguments.leave_out]
     start = time.monotonic()
     common: dict[str, Any] = {
@@ -152,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
     parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
     parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
+    parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
@@ -186,9 +190,11 @@ class Data:
         *,
         shift: float = 0.08,
         cropped: float = 0.0,
+        room: float = 0.0,
         anatomy: dict[str, Any] | None = None,
     ) -> None:
-        self.side, self.device, self.shift, self.cropped, self.anatomy = side, device, shift, cropped, anatomy or {}
+        self.side, self.device, self.shift, self.cropped, self.room = side, device, shift, cropped, room
+        self.anatomy = anatomy or {}
         self.mix = dict(MIX)
         packed = np.load(path)
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
@@ -230,9 +236,11 @@ class Data:
             name = self.drawn[int(torch.multinomial(weights, 1, generator=generator))]
             keys = self.names[name, "train"]
             mirror = bool(torch.rand((), generator=generator) < 0.5)
+            has_room = self.room and torch.rand((), generator=generator) < self.room
+            room = 1 + MOST_ROOM * float(torch.rand((), generator=generator)) if has_room else 1.0
             images, labels = [], []
             for index in torch.randperm(len(keys), generator=generator)[:2].tolist():
-                scan, noise = self.image(keys[index]), self.affine_noise(generator, name)
+                scan, noise = self.image(keys[index]), self.affine_noise(generator, name, room)
                 gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
                 seen = [warp(scan, noise, like=scan, outside="zeros").clamp(0, 1) ** gamma]
                 if labelled:
@@ -244,8 +252,9 @@ class Data:
         values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
         return [*images, *((map_ == values).byte() for map_ in labels if labelled)]
 
-    def affine_noise(self, generator: torch.Generator, name: str) -> Affine:
-        """Scales vary more than angles: so do fields of view."""
+    def affine_noise(self, generator: torch.Generator, name: str, room: float = 1.0) -> Affine:
+        """Scales vary more than angles: so do fields of view. The image shows `room` times as much as the scan along
+        each axis, and the scan anywhere in it."""
         linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * torch.randn(3, generator=generator))
         shift = self.shift * torch.randn(3, generator=generator)
@@ -255,6 +264,9 @@ class Data:
             kept = 0.55 + 0.45 * kept
             linear[:, 2] *= kept
             shift[2] += (1 - kept) * (where - 0.5)
+        if room > 1:
+            linear *= room
+            shift += (room - 1) * (torch.rand(3, generator=generator) - 0.5)
         return Affine.from_parts(linear[None], (centre - linear @ centre + shift)[None]).to(
             torch.empty(0, device=self.device)
         )

@@ -52,15 +52,17 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    # A turned brain has no more room.
-    data = Data(arguments.data, arguments.side, device, shift=0.02, anatomy={"body": BODY, "shift": 0.05})
+    # A turned brain has little more room.
+    data = Data(arguments.data, arguments.side, device, shift=0.04, anatomy={"body": BODY, "shift": 0.05})
     later = {"learning_rate": arguments.rate, "final_learning_rate": arguments.final_rate, "rotate": True}
+    later |= {"label_weight": arguments.label_weight}
     stages = [Stage(arguments.steps, warm_up=100, **later)]
     if arguments.model is not None:
         model = start_from(arguments.model, device)
     else:
         model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
         common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
+        common |= {"label_weight": arguments.label_weight}
         stages.insert(0, Stage(arguments.diffusion, "diffusion", 10.5, first_step_alone=True, **common))
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.2f} M parameters, {2 * count / 2**20:.1f} MiB of half floats", flush=True)
@@ -77,7 +79,7 @@ def main() -> None:
 
     model = train(
         model,
-        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic),
+        lambda generator: data.draw(generator, arguments.pairs, arguments.synthetic, arguments.label_weight > 0),
         stages,
         out=arguments.out / "run",
         seed=arguments.seed,

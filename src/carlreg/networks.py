@@ -143,8 +143,13 @@ class Symmetrized(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         rotations = list(axis_rotations(self.dim, self.group))
-        turned = [unrotate_grid(self.encoder(rotate_grid(image, *g)), *g) for g in rotations]
-        return torch.stack(turned).mean(dim=0)  # mean of g⁻¹ · Conv(g · image)
+        turned = [rotate_grid(image, *g) for g in rotations]
+        if len({one.shape for one in turned}) == 1:  # one batch keeps a GPU busier than one after another
+            features = self.encoder(torch.cat(turned)).chunk(len(turned))
+        else:
+            features = [self.encoder(one) for one in turned]
+        back = [unrotate_grid(part, *g) for part, g in zip(features, rotations, strict=True)]
+        return torch.stack(back).mean(dim=0)  # mean of g⁻¹ · Conv(g · image)
 
 
 Axes = tuple[int, ...]
