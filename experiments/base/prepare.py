@@ -2,12 +2,14 @@
 
     python experiments/base/prepare.py DATA carry/base.npz
     python experiments/base/prepare.py DATA carry/turned.npz --sets brain --isotropic 2
+    python experiments/base/prepare.py DATA carry/turned_labels.npz --sets brain --isotropic 1 --side 191 --labels-only
 
 DATA holds `brain`, `abdomen` and `hippocampus`, each with `train` and `val` folders of NAME.nii.gz and
 NAME_labels.nii.gz. Scans are turned to the axis order and directions closest to RAS and stretched to the network's
 grid (hippocampus crops, which are small, keep their own). For a network that learns rotations, `--isotropic` keeps
-their proportions instead: voxels of so many mm around the middle of the scan, empty where it ends. The last three
-training subjects of each set are kept back as `dev`, to choose on.
+their proportions instead: voxels of so many mm around the middle of the scan, empty where it ends. `--labels-only`
+packs the labels of the subjects that are scored, on a finer grid than their images. The last three training subjects of
+each set are kept back as `dev`, to choose on.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--isotropic", type=float, metavar="MM", help="size of a voxel, where scans are not stretched")
+    parser.add_argument("--side", type=int, default=SIDE, help="of the network's grid")
+    parser.add_argument("--labels-only", action="store_true", help="of dev and val, to score by")
     parser.add_argument("--most", type=int, help="subjects per set and split at most, to try things out")
     arguments = parser.parse_args()
     packed: dict[str, NDArray[np.uint8]] = {}
@@ -43,9 +47,13 @@ def main() -> None:
         train = subjects(arguments.data / name / "train")
         splits = {"train": train[:-DEV], "dev": train[-DEV:], "val": subjects(arguments.data / name / "val")}
         for split, paths in splits.items():
+            if arguments.labels_only and split == "train":
+                continue
             for path in paths[: arguments.most]:
-                side = None if name == "hippocampus" else SIDE
-                packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}"] = image(path, side, arguments.isotropic)
+                side = None if name == "hippocampus" else arguments.side
+                if not arguments.labels_only:
+                    stem = path.name.removesuffix(".nii.gz")
+                    packed[f"{name}/{split}/{stem}"] = image(path, side, arguments.isotropic)
                 labels = path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz"))
                 packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}/labels"] = label_map(
                     labels, side, arguments.isotropic, name

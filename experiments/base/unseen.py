@@ -19,11 +19,11 @@ from torch import Tensor
 from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
 from carlreg.grids import interpolate
+from carlreg.inputs import FOREGROUND
 from carlreg.metrics import dice, folding, mean_score
 from carlreg.models import load
 from carlreg.optimize import optimize_fields
 from carlreg.precision import mixed_precision
-from carlreg.product import FOREGROUND
 from carlreg.registration import RegistrationAlgorithm, coordinate_matches
 from carlreg.transforms import Affine, Identity, Transform, fit_affine, fit_robustly, warp
 

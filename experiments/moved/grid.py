@@ -8,8 +8,10 @@
 structures; networks alone, or another program by its name in `carl evaluate`. The moving image is shifted by whole
 voxels along each axis in turn, up to half of a scan's 96; what comes in is 0, and what leaves is lost to the network,
 not to the score: labels are carried along unharmed. `visible` is the share of the moving brain that is still in the
-image. With `--frame 192` both images lie in the middle of an empty cube, which no shift leaves. Writes shifts-96.json
-or shifts-192.json, and a figure of what that file holds: a method that is there already is left out.
+image. With `--frame 192` both images lie in the middle of an empty cube, which no shift leaves. With `--frame 160
+--grid 96` the network sees such a cube as `carl register` shows it a scan with much empty space around: on its own
+grid, so that the brain is smaller. Writes shifts-96.json, shifts-192.json or shifts-160-seen-96.json, and a figure of
+what that file holds: a method that is there already is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from carlreg.baselines import BASELINES
 from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Method
 from carlreg.grids import voxel_points
-from carlreg.images import from_array, map_points
+from carlreg.images import from_array, map_points, resize
 from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
 from carlreg.precision import mixed_precision
@@ -62,10 +64,14 @@ def main() -> None:
     parser.add_argument("--shifts", type=int, nargs="+", default=SHIFTS, help="voxels")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="along which to shift")
     parser.add_argument("--frame", type=int, default=96, help="voxels a side of the empty cube around both images")
+    parser.add_argument(
+        "--grid", type=int, help="voxels a side that the network sees that cube with; as many if left out"
+    )
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"shifts-{arguments.frame}.json"
+    grid = arguments.grid or arguments.frame
+    path = arguments.out / f"shifts-{arguments.frame}{f'-seen-{grid}' if grid != arguments.frame else ''}.json"
     report: dict[str, Any] = {"methods": {}}
     if path.exists():
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -77,14 +83,14 @@ def main() -> None:
         pairs = data.pairs(arguments.set, arguments.split)
         if arguments.pairs is not None:
             pairs = random.Random(0).sample(pairs, arguments.pairs)
-        report |= {"side": arguments.frame, "set": arguments.set, "split": arguments.split}
+        report |= {"side": arguments.frame, "grid": grid, "set": arguments.set, "split": arguments.split}
     for name, source in wanted.items():
         model = by_program(BASELINES[source]) if source in BASELINES else start_from(Path(source), device).eval()
-        still = sweep(model, data, pairs, 0, 0, arguments.frame)
+        still = sweep(model, data, pairs, 0, 0, arguments.frame, grid)
         rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in arguments.axes]
         for axis in arguments.axes:
             for voxels in (n for n in arguments.shifts if n):
-                found = sweep(model, data, pairs, AXES.index(axis), voxels, arguments.frame)
+                found = sweep(model, data, pairs, AXES.index(axis), voxels, arguments.frame, grid)
                 rows.append({"axis": axis, "voxels": voxels, **found})
                 means = {key: round(float(np.mean(rows[-1][key])), 4) for key in ("dice", "visible")}
                 print(name, axis, voxels, means, flush=True)
@@ -115,7 +121,7 @@ def by_program(method: Method) -> Algorithm:
 
 @torch.no_grad()
 def sweep(
-    model: Algorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int
+    model: Algorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int, grid: int
 ) -> dict[str, list[float]]:
     """Of each pair, with the moving image shifted along one axis: Dice, and how much of it is visible."""
     by = torch.zeros(1, 3)
@@ -128,7 +134,7 @@ def sweep(
         moving, fixed = (framed([data.image(pair[side]) for pair in some], frame) for side in (0, 1))
         shifted = warp(moving, shift, like=moving, outside="zeros")
         with mixed_precision(data.device):
-            phi = model(shifted, fixed)
+            phi = model(*(resize(image, (grid,) * 3) for image in (shifted, fixed)))
         labels = [
             framed([data.images[f"{pair[side]}/labels"][None, None].float() for pair in some], frame) for side in (0, 1)
         ]

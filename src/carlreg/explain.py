@@ -19,7 +19,7 @@ from torch import Tensor
 from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.images import Image, Matrix, map_points, to_closest_ras
-from carlreg.inputs import as_image, choose_device, load_model, prepare
+from carlreg.inputs import as_image, choose_device, load_model, prepare_pair
 from carlreg.itk import invert_matrix
 from carlreg.metrics import dice, mean_score
 from carlreg.registration import (
@@ -191,10 +191,8 @@ def explain(
     """
     place = choose_device(device)
     loaded = load_model(model, place)
-    images = [as_image(image, name) for image, name in ((moving, "moving"), (fixed, "fixed"))]
-    prepared = [prepare(image, None, loaded, place) for image in images]
-    inside = Inside.of(loaded.network, prepared[0].tensor, prepared[1].tensor)
-    return Explanation(inside, prepared[1].image, prepared[0].image)
+    f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, place)
+    return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)
 
 
 # ---- the linear probe -----------------------------------------------------------------------------------------------

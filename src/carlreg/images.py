@@ -578,8 +578,19 @@ def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
     """
     for axis, (old, new) in enumerate(zip(data.shape[2:], _new_sides(data, shape), strict=True), start=2):
         if old != new:
-            matrix = _resize_matrix(old, new).to(data)
+            matrix = _averaging(old, _positions(old, new), (old - 1) / (new - 1)).to(data)
             data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
+    return data.contiguous()
+
+
+def frame(data: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Tensor:
+    """Another grid of voxels, `step` of the old ones apart, with its middle at the fractional index `centre`:
+    (B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser, 0 where the image ends.
+    """
+    for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
+        positions = middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
+        matrix = _averaging(data.shape[axis], positions, gap).to(data)
+        data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
     return data.contiguous()
 
 
@@ -605,12 +616,10 @@ def _positions(old: int, new: int) -> Tensor:
     return torch.arange(new, dtype=torch.float64) * (old - 1) / max(new - 1, 1)
 
 
-def _resize_matrix(old: int, new: int) -> Tensor:
-    """(old, new): the weights of the old voxels in each new one."""
-    centre = _positions(old, new)
-    step = (old - 1) / (new - 1)
+def _averaging(old: int, centre: Tensor, step: float) -> Tensor:
+    """(old, new): the weights of the old voxels in new ones, which lie `step` apart at these fractional indices."""
     width = torch.full_like(centre, math.sqrt(max(step**2 - 1, 0)))
-    width = torch.minimum(width, 2 * torch.minimum(centre, old - 1 - centre))
+    width = torch.minimum(width, 2 * torch.minimum(centre, old - 1 - centre)).clamp(min=0)
     samples = 2 * math.ceil(step) if step > 1 else 1
     offsets = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples - 0.5
     position = centre[:, None] + width[:, None] * offsets  # (new, samples)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 
 from carlreg import images, itk
-from carlreg.images import Image, Matrix
-from carlreg.models import DEFAULT, WEIGHTS, available, load, read_metadata
+from carlreg.images import Image, Matrix, map_points
+from carlreg.models import SHORT, WEIGHTS, available, load, read_metadata
 from carlreg.points import read_points
 from carlreg.registration import RegistrationAlgorithm
+
+FOREGROUND = 0.05
+"""Darker voxels, on a scale from 0 to 1, are background."""
+FILLED = 0.85
+"""Of a side of the grid that scans fill which are too wide or too small for its usual voxels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +37,23 @@ class Case:
     f: Prepared
     m: Prepared
     """The moving image as the network sees it: through the first guess, if there is one."""
+    fixed_mask: Image | None
+    moving_mask: Image | None
     fixed_seg: Image | None
     moving_seg: Image | None
     landmarks: tuple[Matrix, Matrix] | None
     initial: itk.WorldTransform | itk.ItkTransform | None
+
+    def through(self, initial: itk.WorldTransform, model: LoadedModel, place: torch.device) -> Case:
+        """The same pair with another first guess."""
+        seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, initial)
+        f, m = prepare_pair(self.fixed, seen, model, place, fixed_mask=self.fixed_mask, moving_mask=mask)
+        return replace(self, f=f, m=m, initial=initial)
+
+    def prepared_for(self, model: LoadedModel, place: torch.device) -> tuple[Prepared, Prepared]:
+        """The fixed and the moving image as another model sees them, through the first guess if there is one."""
+        seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, self.initial)
+        return prepare_pair(self.fixed, seen, model, place, fixed_mask=self.fixed_mask, moving_mask=mask)
 
 
 def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.device) -> Case:
@@ -55,8 +73,8 @@ def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.devic
     guess = sources["initial_transform"]
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
-    f, m = prepare(fixed, fixed_mask, model, place), prepare(seen, seen_mask, model, place)
-    return Case(fixed, moving, f, m, labels["fixed"], labels["moving"], landmarks, initial)
+    f, m = prepare_pair(fixed, seen, model, place, fixed_mask=fixed_mask, moving_mask=seen_mask)
+    return Case(fixed, moving, f, m, fixed_mask, moving_mask, labels["fixed"], labels["moving"], landmarks, initial)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,21 +87,95 @@ class Prepared:
     words: str
 
 
-def prepare(image: Image, mask: Image | None, model: LoadedModel, device: torch.device) -> Prepared:
-    """Turned closest to RAS, with intensities and on the grid that the model wants."""
-    turned = images.to_closest_ras(image)
-    turned_mask = None if mask is None else images.to_closest_ras(mask)
-    data, done = images.preprocess(turned, turned_mask, ct_range=model.ct_range)
-    grid = tuple(turned.shape) if model.grid is None else model.grid
-    if len(grid) != turned.dim:
-        raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(grid)}-D images")
-    small_mask = None
-    if turned_mask is not None:
-        labels = torch.from_numpy((np.asarray(turned_mask.data) != 0).astype(np.float32))[None, None]
-        small_mask = images.resize_labels(labels, grid).to(device)
-        if not bool(small_mask.any()):
-            raise ValueError(f"{turned_mask.name} has too few voxels: none is left on the network's grid")
-    return Prepared(turned, images.resize(data, grid).to(device), small_mask, done.words)
+def prepare_pair(
+    fixed: Image,
+    moving: Image,
+    model: LoadedModel,
+    device: torch.device,
+    *,
+    fixed_mask: Image | None = None,
+    moving_mask: Image | None = None,
+) -> tuple[Prepared, Prepared]:
+    """The fixed and the moving image, turned closest to RAS, with intensities and on the grid that the model wants.
+
+    A model whose file names a `voxel` gets both images with the same cubic voxels, around what each of them shows: a
+    rotation of the one against the other is then a rotation of the grid, too. All other models get each image stretched
+    to their grid.
+    """
+    scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
+    if model.voxel is None:
+        f, m = (scan.stretched(model.grid or scan.image.shape, device) for scan in scans)
+    else:
+        assert model.grid is not None  # load_model sees to it
+        shown = [scan.shown() for scan in scans]
+        voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
+        f, m = (scan.framed(model.grid, voxel, centre, device) for scan, (centre, _) in zip(scans, shown, strict=True))
+    return f, m
+
+
+def common_voxel(extents: Sequence[float], usual: float, side: int) -> float:
+    """The size of a voxel, in millimetres, for scans that show something so many millimetres wide: the usual one where
+    they fill at least half of the grid with it and fit in; otherwise one with which the wider fills most of it."""
+    widest = max(extents)
+    return usual if side / 2 <= widest / usual <= side else widest / (FILLED * side)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scan:
+    """An image and its mask closest to RAS, and its intensities from 0 to 1, (1, 1, *shape)."""
+
+    image: Image
+    mask: Image | None
+    data: Tensor
+    words: str
+
+    @classmethod
+    def of(cls, image: Image, mask: Image | None, model: LoadedModel) -> _Scan:
+        turned = images.to_closest_ras(image)
+        turned_mask = None if mask is None else images.to_closest_ras(mask)
+        data, done = images.preprocess(turned, turned_mask, ct_range=model.ct_range)
+        if model.grid is not None and len(model.grid) != turned.dim:
+            raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(model.grid)}-D images")
+        return cls(turned, turned_mask, data, done.words)
+
+    def stretched(self, grid: Sequence[int], device: torch.device) -> Prepared:
+        mask = self._ones()
+        small = None if mask is None else images.resize_labels(mask, grid)
+        return self._prepared(self.image, images.resize(self.data, grid), small, device)
+
+    def shown(self) -> tuple[list[float], float]:
+        """The middle, as a fractional index, of the box around the mask, or else around what is not background; and how
+        wide that box is at most, in millimetres."""
+        mask = self._ones()
+        there = (self.data > FOREGROUND if mask is None else mask > 0)[0, 0]
+        ends = []
+        for axis in range(there.dim()):
+            found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
+            ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
+        sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, self.image.spacing, strict=True)]
+        return [(low + high) / 2 for low, high in ends], max(sides)
+
+    def framed(self, grid: Sequence[int], voxel: float, centre: Sequence[float], device: torch.device) -> Prepared:
+        step = [voxel / mm for mm in self.image.spacing]
+        data = images.frame(self.data, grid, centre=centre, step=step)
+        mask = self._ones()
+        small = None if mask is None else (images.frame(mask, grid, centre=centre, step=step) > 0.5).float()
+        affine = self.image.affine.copy()
+        affine[:-1, :-1] *= np.array(step)
+        corner = np.array(centre) - np.array(step) * (np.array(grid) - 1) / 2
+        affine[:-1, -1] = map_points(self.image.affine, corner)
+        return self._prepared(Image(data[0, 0].numpy(), affine, self.image.name), data, small, device)
+
+    def _ones(self) -> Tensor | None:
+        """The mask as 1 inside, 0 outside."""
+        if self.mask is None:
+            return None
+        return torch.from_numpy((np.asarray(self.mask.data) != 0).astype(np.float32))[None, None]
+
+    def _prepared(self, image: Image, tensor: Tensor, mask: Tensor | None, device: torch.device) -> Prepared:
+        if self.mask is not None and mask is not None and not bool(mask.any()):
+            raise ValueError(f"{self.mask.name} has too few voxels: none is left on the network's grid")
+        return Prepared(image, tensor.to(device), None if mask is None else mask.to(device), self.words)
 
 
 def _pulled(
@@ -163,11 +255,21 @@ class LoadedModel:
     """Name, checksum and licence, for the report."""
     ct_range: tuple[float, float] = images.CT_RANGE
     """Hounsfield units that become 0 and 1."""
+    voxel: float | None = None
+    """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
+    look: LoadedModel | None = None
+    """Another model, which first looks whether the images are turned against each other."""
+
+
+AUTO = "auto"
+"""carl-base, and carl-rot to look first."""
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
-    stem = DEFAULT if model == "default" else model
+    if model == AUTO:
+        raise ValueError(f"{AUTO!r} is two models at work, carl-base and carl-rot; expected the name of one of them")
+    stem = SHORT.get(os.fspath(model), os.fspath(model))
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
         raise ValueError(
@@ -182,14 +284,22 @@ def load_model(
     """A model by name or file, or one that is in memory already, on its device and in evaluation mode."""
     place = choose_device(device)
     if isinstance(model, LoadedModel):
-        return replace(model, network=model.network.to(place).eval())
+        look = None if model.look is None else load_model(model.look, place)
+        return replace(model, network=model.network.to(place).eval(), look=look)
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
+    if model == AUTO:
+        base, look = load_model("carl-base", place), load_model("carl-rot", place)
+        return replace(base, facts=base.facts | {"name": AUTO, "look": look.facts}, look=look)
     path = find_model(model)
     about = read_metadata(path)
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
-    return LoadedModel(load(path, device=place), grid or None, facts, ct_range_of(about, path))
+    voxel = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
+    if voxel and (len(voxel) != 1 or voxel[0] <= 0 or not grid):
+        raise ValueError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
+    network, ct_range = load(path, device=place), ct_range_of(about, path)
+    return LoadedModel(network, grid or None, facts, ct_range, voxel[0] if voxel else None)
 
 
 def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:

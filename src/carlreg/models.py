@@ -271,6 +271,8 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 WEIGHTS = Path(__file__).parent / "weights"
 DEFAULT = "carl-base"
+SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}
+"""Other names of the package's models."""
 
 
 def available() -> list[str]:
@@ -285,7 +287,7 @@ def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> 
 
     >>> model = pretrained()
     """
-    stem = DEFAULT if name == "default" else name
+    stem = SHORT.get(name, name)
     if stem not in available():
         raise ValueError(
             f"no model named {name!r}; this package has {', '.join(available()) or 'none'} "

@@ -29,14 +29,14 @@ from carlreg import images, itk
 from carlreg.explain import Explanation, Inside
 from carlreg.grids import interpolate, voxel_points
 from carlreg.images import Image, map_points
-from carlreg.inputs import Case, LoadedModel, Prepared, choose_device, load_model, read_case, sha256
-from carlreg.losses import Loss, Similarity, find_similarity, registration_loss
+from carlreg.inputs import FOREGROUND, Case, LoadedModel, Prepared, choose_device, load_model, read_case, sha256
+from carlreg.losses import Loss, Similarity, find_similarity, lncc, registration_loss
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import write_atomically
 from carlreg.optimize import FIELD_STEPS, WEIGHT_STEPS, Optimized, instance_optimize, optimize_fields
 from carlreg.precision import mixed_precision
 from carlreg.registration import CoordinateAttention, RegistrationAlgorithm, coordinate_matches
-from carlreg.transforms import Identity, Transform, fit_affine, fit_rigid, fit_robustly
+from carlreg.transforms import Affine, Identity, Transform, fit_affine, fit_rigid, fit_robustly, warp
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
 LABELS = "warped_seg.nii.gz"
 """Written beside `FILES` where the moving image came with labels."""
-FOREGROUND = 0.05
-"""Darker voxels of the fixed image, on a scale from 0 to 1, have no say in a rigid or affine fit."""
+TURNED = 12.0
+"""Degrees by which scans are turned against each other at least, for `model="auto"` to turn one of them back."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,9 @@ def register(
 ) -> Registration:
     """Register two images: paths, SimpleITK or nibabel images, `carlreg.images.Image`, or arrays.
 
-    `model` is a name of the package's models, the path of a model file, or a model. After the network's answer,
+    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first, by the coarse
+    matches of carl-rot, whether the images are turned against each other; if they are, carl-base sees the moving one
+    turned back. After the network's answer,
     `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
     where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more on coarser grids); 0
     leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation.
@@ -228,6 +230,15 @@ def register(
     case = read_case(sources, loaded, place)
     clock.lap("reading")
 
+    given, looked = case.initial, None
+    if loaded.look is not None:
+        say("looking whether the scans are turned")
+        looked = _look(loaded.look, case, place)
+        if looked.turned:
+            guess = looked.world if given is None else itk.compose(given, looked.world, case.fixed)
+            case = case.through(guess, loaded, place)
+        clock.lap("look")
+
     chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
     steps = 0 if io_iterations is None and transform != "deformable" else io_iterations
     metrics: dict[str, float] = {}
@@ -271,11 +282,12 @@ def register(
 
     say("scores")
     labels = None if case.moving_seg is None else itk.apply(world, case.moving_seg, case.fixed, "nearest")
-    scores = _score(case, world, metrics)
+    scores = _score(case, given, world, metrics)
     clock.lap("scores")
 
     settings = {
         "model": loaded.facts,
+        "look": None if looked is None else looked.told(),
         "device": str(place),
         "transform": transform,
         "fit_to": None if transform == "deformable" else fit_to,
@@ -312,6 +324,51 @@ def _check_choices(*, over: str, transform: str, fit_to: str, io_iterations: int
         raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
     if io_iterations and transform != "deformable" and fit_to == "attention":
         raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
+
+
+# ---- whether the scans are turned -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Looked:
+    """The rigid map between two scans, at a glance."""
+
+    world: itk.WorldTransform
+    degrees: float
+    residual_mm: float
+    """By how much half of the matches miss it."""
+    likeness: tuple[float, float]
+    """LNCC of the scans laid onto one another middle by middle, and by that map."""
+
+    @property
+    def turned(self) -> bool:
+        """Far enough to be worth turning back, which must make the scans more alike, too."""
+        return self.degrees >= TURNED and self.likeness[1] > self.likeness[0]
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "degrees": round(self.degrees, 1),
+            "residual_mm": round(self.residual_mm, 2),
+            "likeness": [round(value, 4) for value in self.likeness],
+            "turned_back": self.turned,
+        }
+
+
+def _look(look: LoadedModel, case: Case, place: torch.device) -> _Looked:
+    """A rigid fit to the matches of a model's coordinate attention, weighted by their certainty."""
+    f, m = case.prepared_for(look, place)
+    points, targets, weights = _attention(look.network, m, f)
+    world = _fit(points, targets, weights, m, f, "rigid")
+    here, there = (map_points(p.image.unit_to_world(), q[0].double().numpy()) for p, q in ((f, points), (m, targets)))
+    missed = np.linalg.norm(world(here) - there, axis=-1)[weights[0].numpy() > 0]
+    linear = world.affine[:-1, :-1]
+    # The angle of a rotation: its trace is 1 + 2 cos α in space, 2 cos α in the plane.
+    cosine = (np.trace(linear) - f.image.dim + 2) / 2
+    unit = m.image.world_to_unit() @ world.affine @ f.image.unit_to_world()
+    by = Affine(torch.from_numpy(unit[None, :-1]).to(f.tensor))
+    alike = [1 - float(lncc(warp(m.tensor, map_, like=f.tensor), f.tensor)) for map_ in (Identity(), by)]
+    degrees = math.degrees(math.acos(min(1.0, max(-1.0, float(cosine)))))
+    return _Looked(world, degrees, float(np.median(missed)), (alike[0], alike[1]))
 
 
 # ---- the registration itself ----------------------------------------------------------------------------------------
@@ -450,6 +507,12 @@ def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) ->
 
 def _fit_to_attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
     """The rigid or affine map closest to where coordinate attention points, each match weighted by 1 / its variance."""
+    return _fit(*_attention(network, m, f), m, f, kind)
+
+
+def _attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+    """Points of the fixed image, their matches in the moving one, (1, N, D) in unit coordinates, and how sure each is:
+    1 / its variance in mm², or 0 where the fixed image is background."""
     with mixed_precision(m.tensor.device):
         matches = coordinate_matches(network, m.tensor, f.tensor)
     if matches is None:
@@ -458,7 +521,7 @@ def _fit_to_attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared, 
     to_world = torch.from_numpy(m.image.unit_to_world()[:-1, :-1])
     variance = torch.einsum("ij,bnjk,ik->bn", to_world, covariance.double(), to_world)
     least = float(np.mean(m.image.spacing)) ** 2  # nothing is surer than a voxel
-    return _fit(points, targets, _foreground(f, points) / variance.clamp(min=least), m, f, kind)
+    return points, targets, _foreground(f, points) / variance.clamp(min=least)
 
 
 def _foreground(f: Prepared, points: Tensor) -> Tensor:
@@ -491,11 +554,16 @@ def _spread(network: RegistrationAlgorithm, case: Case) -> Image | None:
         return None
 
 
-def _score(case: Case, world: itk.WorldTransform, metrics: dict[str, float]) -> dict[str, dict[int, float]]:
-    """Dice of each label "before" and "after", where both images have labels; means and landmark errors go into the
-    metrics."""
+def _score(
+    case: Case,
+    given: itk.WorldTransform | itk.ItkTransform | None,
+    world: itk.WorldTransform,
+    metrics: dict[str, float],
+) -> dict[str, dict[int, float]]:
+    """Dice of each label "before", with the first guess that was given, and "after", where both images have labels;
+    means and landmark errors go into the metrics."""
     scores: dict[str, dict[int, float]] = {}
-    start = itk.WorldTransform.linear(np.eye(case.fixed.dim + 1)) if case.initial is None else case.initial
+    start = itk.WorldTransform.linear(np.eye(case.fixed.dim + 1)) if given is None else given
     for when, map_ in (("before", start), ("after", world)):
         if case.moving_seg is not None and case.fixed_seg is not None:
             scores[when] = _dice(itk.apply(map_, case.moving_seg, case.fixed_seg, "nearest"), case.fixed_seg)

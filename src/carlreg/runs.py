@@ -28,7 +28,7 @@ from carlreg.images import CT_RANGE
 from carlreg.inputs import choose_device, ct_range_of
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
-    DEFAULT,
+    SHORT,
     WEIGHTS,
     available,
     carl,
@@ -334,7 +334,7 @@ def _model_file(settings: Settings) -> Path:
     """The trained model to go on from."""
     if settings.width is not None:
         raise ValueError(f"a width is for a new network, but the model is {settings.model}; expected one of the two")
-    stem = DEFAULT if settings.model == "default" else settings.model
+    stem = SHORT.get(settings.model, settings.model)
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
         raise ValueError(

@@ -110,7 +110,8 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     from carlreg import evaluation
     from carlreg.baselines import BASELINES, cached, icon
     from carlreg.datasets.tables import read_pairs
-    from carlreg.models import available
+    from carlreg.inputs import AUTO
+    from carlreg.models import SHORT, available
 
     path = Path(source)
     if source in BASELINES:
@@ -121,7 +122,7 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
         return evaluation.in_folder(path)
     if path.suffix.lower() == ".csv":
         return evaluation.from_list(read_pairs(path))
-    if source in ("default", *available()) or path.is_file():
+    if source in (AUTO, *SHORT, *available()) or path.is_file():
         return evaluation.by_model(source, save=save, **options)
     raise ValueError(
         f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}) nor a "
