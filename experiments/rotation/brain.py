@@ -99,7 +99,8 @@ def main() -> None:
         "dev": on_dev(model),
     }
     write_atomically(arguments.out / "scores.json", (json.dumps(report, indent=2) + "\n").encode())
-    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata={"name": "carl-rot"})
+    about = {"name": "carl-rot", "grid": " ".join(3 * [str(arguments.side)]), "voxel": "2"}
+    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=about)
     if arguments.sweep:
         pairs = random.Random(0).sample(data.pairs("brain", arguments.split), arguments.sweep)
         sweep: dict[str, Any] = {**report, "pairs": pairs, "planes": {plane: {} for plane in PLANES}}

@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after that long")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
+    start = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = Data(arguments.images, 96, device)
     with np.load(arguments.labels) as packed:
@@ -77,7 +79,8 @@ def main() -> None:
         report |= {"commit": arguments.commit, "machine": machine, "pairs": of, "method": source}
         for angle in arguments.angles:
             for plane in arguments.planes if angle else arguments.planes[:1]:  # 0° is the same in all of them
-                if any((row["degrees"], row["plane"]) == (angle, plane) for row in report["rows"]):
+                known = any((row["degrees"], row["plane"]) == (angle, plane) for row in report["rows"])
+                if known or time.monotonic() - start > arguments.seconds:
                     continue
                 found = [score(algorithm, data, fine, pair, angle, plane) for pair in pairs]
                 row = {"degrees": angle, "plane": plane, "dice": [score for score, _ in found]}
