@@ -21,7 +21,7 @@ from carlreg._checks import check_image, check_same_shape
 from carlreg.grids import Outside, along_axes, determinant_per_voxel, interpolate, voxel_points, voxel_size
 from carlreg.transforms import Composition, DisplacementField, Transform
 
-Regularity = Literal["gradicon", "diffusion"]
+Regularity = Literal["gradicon", "diffusion", "nearness"]
 
 
 class Similarity(Protocol):
@@ -172,6 +172,15 @@ def diffusion(displacement: Tensor) -> Tensor:
     return total
 
 
+def nearness(displacement: Tensor) -> Tensor:
+    """|φ(x) − x|² of a dense displacement (B, D, *shape) in unit coordinates, averaged over the voxels.
+
+    A network that sends all points to one has no slope of `diffusion` to leave that by, except at the image's border:
+    ∇φ is constant. This one has, everywhere.
+    """
+    return displacement.square().sum(dim=1).mean()
+
+
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
     """How far det ∇φ falls below a small positive `margin`, on average over the voxels of a dense displacement
     (B, D, *shape) in unit coordinates: 0 where nothing folds, with a slope back where something does. The determinants
@@ -278,7 +287,8 @@ def registration_loss(
     """sim(M ∘ φ_AB, F) + sim(F ∘ φ_BA, M) + λ · regularity, Eq. (gradicon_loss).
 
     φ_AB = Φ[M, F] and φ_BA = Φ[F, M], as `both` returns them. "gradicon" penalises ∇(φ_AB ∘ φ_BA) − I over the moving
-    image; "diffusion", for the first steps of training, ∇φ_AB − I. Both maps are evaluated once, at the voxels, and
+    image; "diffusion", for the first steps of training, ∇φ_AB − I; "nearness", likewise and not in the paper, both
+    displacements themselves. Both maps are evaluated once, at the voxels, and
     GradICON reads them off there, interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel
     jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
 
@@ -293,8 +303,10 @@ def registration_loss(
     dense_ab, dense_ba = as_field(ab, phi_ab, fixed), as_field(ba, phi_ba, moving)
     if regularity == "diffusion":
         regular = diffusion(dense_ab.displacement)
+    elif regularity == "nearness":
+        regular = (nearness(dense_ab.displacement) + nearness(dense_ba.displacement)) / 2
     elif regularity != "gradicon":
-        raise ValueError(f"unknown regularity {regularity!r}; expected 'gradicon' or 'diffusion'")
+        raise ValueError(f"unknown regularity {regularity!r}; expected 'gradicon', 'diffusion' or 'nearness'")
     elif exact:
         regular = gradicon(phi_ab, phi_ba, jittered_points(moving, generator=generator))
     else:
