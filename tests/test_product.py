@@ -27,7 +27,7 @@ from carlreg import (
     save,
 )
 from carlreg.images import Image, from_array, map_points
-from carlreg.inputs import LoadedModel, load_model, prepare
+from carlreg.inputs import LoadedModel, load_model, prepare_pair
 from carlreg.losses import gaussian_blur
 from carlreg.optimize import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.product import FILES
@@ -458,7 +458,7 @@ def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -
     path = tmp_path / "abdomen.safetensors"
     for text, expected in (("-100 300", [0, 0, 0.375, 1]), ("-1000 1000", [0, 0.45, 0.525, 0.7])):
         save(gradicon(3, 2, **SMALL), path, metadata={"grid": "12 12 12", "ct_range": text})
-        prepared = prepare(ct, None, load_model(path, "cpu"), torch.device("cpu"))
+        _, prepared = prepare_pair(ct, ct, load_model(path, "cpu"), torch.device("cpu"))
         assert prepared.tensor.unique().tolist() == pytest.approx(sorted(set(expected)), abs=1e-4)
     for text, message in (("wide", "expected two Hounsfield units"), ("5 -5", "expected a lower and a higher number")):
         save(gradicon(3, 2, **SMALL), path, metadata={"ct_range": text})

@@ -1,0 +1,147 @@
+"""Scans that are turned against each other: common cubic voxels, the look of `model="auto"`, and how rotations are
+drawn and learnt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from carlreg import images, register
+from carlreg.images import Image, map_points
+from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
+from carlreg.losses import diffusion, nearness
+from carlreg.models import carl_rot, save
+from carlreg.registration import ClosedFormXi
+from carlreg.training import Stage
+from carlreg.transforms import random_rotation
+
+CPU = torch.device("cpu")
+
+
+def ball(shape: tuple[int, ...], affine: np.ndarray, centre: tuple[float, ...], radius: float) -> Image:
+    """A smooth ball at a point of the world, in millimetres."""
+    grid = np.moveaxis(np.indices(shape), 0, -1)
+    away = np.linalg.norm(map_points(affine, grid) - np.array(centre), axis=-1)
+    return Image((100 * np.clip(1.2 - away / radius, 0, 1)).astype(np.float32), affine)
+
+
+def centre_of(image: Image) -> np.ndarray:
+    weight = image.data / image.data.sum()
+    points = map_points(image.affine, np.moveaxis(np.indices(image.shape), 0, -1))
+    return np.asarray((weight[..., None] * points).sum(axis=tuple(range(image.dim))))
+
+
+# ---- common voxels --------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
+    data = torch.arange(40, dtype=torch.float64).reshape(1, 1, 40, 1).expand(1, 1, 40, 30).contiguous()
+    seen = images.frame(data, (11, 9), centre=(17.25, 14.0), step=(2.5, 1.0))[0, 0]
+    want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
+    assert torch.allclose(seen, want[:, None].expand(11, 9))
+    wide = images.frame(torch.ones(1, 1, 20, 20), (40, 40), centre=(9.5, 9.5), step=(1.0, 1.0))[0, 0]
+    assert wide[10:30, 10:30].min() == 1 and wide.sum() == 400
+
+
+@pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 2.5, 1.3)])
+def test_framed_images_lie_where_they_lay(spacing: tuple[float, ...]) -> None:
+    """Cubic voxels of one size for both, however the scans are stored; what they show stays where it is."""
+    model = LoadedModel(ClosedFormXi(3), (48, 48, 48), {}, voxel=2.0)
+    shape = tuple(int(80 / mm) for mm in spacing)
+    oblique = np.eye(4)
+    tilted = np.linalg.qr(np.eye(3) + 0.2 * np.random.default_rng(1).normal(size=(3, 3)))[0]
+    oblique[:3, :3] = tilted * np.sign(np.diag(tilted)) * np.array(spacing)
+    oblique[:3, 3] = (-30, 10, 5)
+    plain = np.diag([-1.2, 1.2, 1.2, 1.0])
+    pair = (
+        ball(shape, oblique, tuple(map_points(oblique, [n * 0.4 for n in shape])), 28),
+        ball((60, 60, 60), plain, (-33.0, 31.0, 36.0), 28),
+    )
+    prepared = prepare_pair(*pair, model, CPU)
+    for scan, seen in zip(pair, prepared, strict=True):
+        assert tuple(seen.tensor.shape) == (1, 1, 48, 48, 48)
+        assert np.allclose(seen.image.spacing, 2.0)
+        shown = Image(seen.tensor[0, 0].numpy(), seen.image.affine)
+        assert np.abs(centre_of(shown) - centre_of(scan)).max() < 0.1
+        # In the middle of the cube, up to half a voxel of the scan.
+        assert np.abs(map_points(seen.image.unit_to_world(), [0.5] * 3) - centre_of(scan)).max() < max(spacing)
+
+
+@pytest.mark.parametrize(
+    ("extents", "voxel"),
+    [((150.0, 180.0), 2.0), ((96.0, 100.0), 2.0), ((40.0, 35.0), 40 / 81.6), ((180.0, 400.0), 400 / 81.6)],
+)
+def test_voxels_are_the_usual_ones_unless_the_scans_are_too_small_or_too_wide(
+    extents: tuple[float, ...], voxel: float
+) -> None:
+    assert common_voxel(extents, 2.0, 96) == pytest.approx(voxel)
+
+
+def test_a_mask_is_framed_along() -> None:
+    model = LoadedModel(ClosedFormXi(3), (24, 24, 24), {}, voxel=2.0)
+    scan = ball((40, 40, 40), np.eye(4), (20, 20, 20), 15)
+    mask = replace(scan, data=(scan.data > 50).astype(np.uint8))
+    _, seen = prepare_pair(scan, scan, model, CPU, moving_mask=mask)
+    assert seen.mask is not None
+    inside = seen.mask.sum() * 8
+    assert inside == pytest.approx(mask.data.sum(), rel=0.1)
+
+
+def test_a_file_that_names_a_voxel_without_a_grid_is_refused(tmp_path: Path) -> None:
+    small = carl_rot(3, 2, width=8, unet_down=(4, 4), unet_up=(4, 4))
+    for about in ({"voxel": "2"}, {"voxel": "-2", "grid": "16 16 16"}, {"voxel": "2 2", "grid": "16 16 16"}):
+        save(small, tmp_path / "model.safetensors", metadata=about)
+        with pytest.raises(ValueError, match="voxel"):
+            load_model(tmp_path / "model.safetensors", "cpu")
+
+
+# ---- how rotations are drawn and learnt -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_a_share_of_rotations_grows_from_none_to_all(dim: int) -> None:
+    like, shape = torch.empty(0, dtype=torch.float64), (9,) * dim
+
+    def angles(share: float) -> torch.Tensor:
+        drawn = random_rotation(shape, 200, like=like, generator=torch.Generator().manual_seed(0), share=share)
+        linear = drawn.matrix[:, :, :dim]
+        assert torch.allclose(linear @ linear.mT, torch.eye(dim, dtype=torch.float64), atol=1e-9)
+        assert torch.allclose(torch.linalg.det(linear), torch.ones(200, dtype=torch.float64))
+        trace = linear.diagonal(dim1=1, dim2=2).sum(1)
+        return ((trace - dim + 2) / 2).clamp(-1, 1).acos()
+
+    none, few, all_ = angles(0.0), angles(0.3), angles(1.0)
+    assert none.max() < 1e-6
+    assert few.median() < 0.6 < all_.median()
+    # Haar measure: in 3-D angles have the density (1 − cos α) / π, in 2-D 1 / π.
+    mean = np.pi / 2 + 2 / np.pi if dim == 3 else np.pi / 2
+    assert all_.mean() == pytest.approx(mean, abs=0.15)
+
+
+def test_the_share_of_a_stage_grows_over_its_steps() -> None:
+    stage = Stage(100, rotate=True, rotations_grow=50)
+    assert [stage.share(step) for step in (0, 24, 49, 99)] == [0.02, 0.5, 1.0, 1.0]
+    assert Stage(100, rotate=True).share(0) == 1.0
+
+
+def test_nearness_has_a_slope_where_all_points_go_to_one_and_diffusion_has_none() -> None:
+    axes = torch.meshgrid(*[torch.linspace(0, 1, 9, dtype=torch.float64)] * 3, indexing="ij")
+    to_one_point = (0.5 - torch.stack(axes))[None].requires_grad_()
+    inside = (slice(None), slice(None), *[slice(1, -1)] * 3)
+    (slope,) = torch.autograd.grad(diffusion(to_one_point), to_one_point)
+    assert slope[inside].abs().max() < 1e-12
+    (slope,) = torch.autograd.grad(nearness(to_one_point), to_one_point)
+    assert (slope[inside] * to_one_point[inside]).sum() > 0
+    assert nearness(torch.tensor([3.0, 4.0, 0.0]).reshape(1, 3, 1, 1, 1).expand(1, 3, 2, 2, 2)) == 25
+
+
+# ---- auto -----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_no_single_model() -> None:
+    with pytest.raises(ValueError, match="carl-base and carl-rot"):
+        find_model("auto")
