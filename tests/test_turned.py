@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg import images, register
+from carlreg import images
 from carlreg.images import Image, map_points
 from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
 from carlreg.losses import diffusion, nearness
@@ -44,7 +44,8 @@ def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
     want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
     assert torch.allclose(seen, want[:, None].expand(11, 9))
     wide = images.frame(torch.ones(1, 1, 20, 20), (40, 40), centre=(9.5, 9.5), step=(1.0, 1.0))[0, 0]
-    assert wide[10:30, 10:30].min() == 1 and wide.sum() == 400
+    assert wide[10:30, 10:30].min() == 1
+    assert wide.sum() == 400
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 2.5, 1.3)])
