@@ -170,7 +170,8 @@ def test_masks_and_different_shapes(model: RegistrationAlgorithm) -> None:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_fields_improve_on_the_answer_they_start_from(levels: int) -> None:
     moving, fixed = blobs(0), blobs(0.05)
-    result = optimize_fields(Identity(), Identity(), moving, fixed, steps=24, levels=levels, learning_rate=0.2)
+    options = {"steps": 24, "levels": levels, "learning_rate": 0.2, "weight": 1.5, "window": 2.0}
+    result = optimize_fields(Identity(), Identity(), moving, fixed, **options)
 
     def similarity(transform: object) -> float:
         return float(lncc(warp(moving, transform, like=fixed), fixed))

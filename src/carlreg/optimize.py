@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_STEPS, FIELD_STEPS = 50, 20
 """Of instance optimisation, where none are asked for; of the fields, on the finest grid."""
+FIELD_WEIGHT = 0.75
+"""Of GradICON where fields are optimised."""
 LEVELS = 3
 """Grids that fields are optimised on."""
 COARSE = 3
@@ -137,8 +139,8 @@ def optimize_fields(
     learning_rate: float = 1.0,
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
-    window: float = 2.0,
-    weight: float = 1.5,
+    window: float = 1.5,
+    weight: float = FIELD_WEIGHT,
     fold_weight: float = 20.0,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
@@ -149,7 +151,7 @@ def optimize_fields(
 
     A field is free to fold where a network is not, so what folds is penalised on top, `fold_weight` times `folds`. And
     it can follow finer detail than a network: "lncc" and "lncc2" correlate over Gaussian windows with a standard
-    deviation of `window` voxels, half of that in training.
+    deviation of `window` voxels, 4 in training. `weight` is that of GradICON.
     There are `steps` on the finest of the `levels`, the images' own grid, and first three times as many on each of the
     coarser ones, with half as many voxels a side, a quarter, and so on, where they cost little. Changes of the fields
     are smoothed by a Gaussian of `smoothing` voxels, and Adam moves them by about `learning_rate` voxels a step.

@@ -33,7 +33,7 @@ from carlreg.inputs import FOREGROUND, Case, LoadedModel, Prepared, choose_devic
 from carlreg.losses import Loss, Similarity, find_similarity, lncc, registration_loss
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import write_atomically
-from carlreg.optimize import FIELD_STEPS, WEIGHT_STEPS, Optimized, instance_optimize, optimize_fields
+from carlreg.optimize import FIELD_STEPS, FIELD_WEIGHT, WEIGHT_STEPS, Optimized, instance_optimize, optimize_fields
 from carlreg.precision import mixed_precision
 from carlreg.registration import CoordinateAttention, RegistrationAlgorithm, coordinate_matches
 from carlreg.transforms import Affine, Identity, Transform, fit_affine, fit_rigid, fit_robustly, warp
@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 Over = Literal["auto", "weights", "fields"]
 Way = Literal["weights", "fields"]
 USUAL: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
+WEIGHT: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
+"""Of the regulariser, where none is given."""
+SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.25}
+"""How the fields of small scans are optimised, more gently than others: no coarser grids, a quarter of a voxel at a
+time."""
 Kind = Literal["deformable", "affine", "rigid"]
 FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
@@ -158,7 +163,7 @@ def register(
     io_iterations: int | None = None,
     io_sim: str | Similarity = "lncc",
     over: Over = "auto",
-    regularity: float = 1.5,
+    regularity: float | None = None,
     fixed_mask: Any = None,
     moving_mask: Any = None,
     fixed_seg: Any = None,
@@ -180,7 +185,8 @@ def register(
     turned back. After the network's answer,
     `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
     where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more on coarser grids); 0
-    leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation.
+    leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation:
+    1.5 by default over the weights, as in training, and 0.75 over the fields.
     Where the images, laid onto one another box by box, match better than by the network's answer, that is what the
     optimisation starts from, unless `allow_identity` is False.
 
@@ -254,7 +260,7 @@ def register(
             steps=steps,
             over=chosen,
             allow_identity=allow_identity,
-            loss={"similarity": io_sim, "weight": regularity},
+            loss={"similarity": io_sim} | ({} if regularity is None else {"weight": regularity}),
             options={"seed": seed, "callback": callback},
             say=say,
             clock=clock,
@@ -294,7 +300,7 @@ def register(
         "io_iterations": 0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
         "io_over": solved.over,
         "io_sim": io_sim if isinstance(io_sim, str) else getattr(io_sim, "__name__", "a function"),
-        "regularity": regularity,
+        "regularity": regularity if regularity is not None or solved.over is None else WEIGHT[solved.over],
         "allow_identity": allow_identity,
         "seed": seed,
         "grid": list(case.f.tensor.shape[2:]),
@@ -310,7 +316,9 @@ def register(
     )
 
 
-def _check_choices(*, over: str, transform: str, fit_to: str, io_iterations: int | None, regularity: float) -> None:
+def _check_choices(
+    *, over: str, transform: str, fit_to: str, io_iterations: int | None, regularity: float | None
+) -> None:
     for name, value, known in (
         ("over", over, ("auto", "weights", "fields")),
         ("transform", transform, ("deformable", "affine", "rigid")),
@@ -320,7 +328,7 @@ def _check_choices(*, over: str, transform: str, fit_to: str, io_iterations: int
             raise ValueError(f"unknown {name}={value!r}; expected {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
     if io_iterations is not None and io_iterations < 0:
         raise ValueError(f"io_iterations is {io_iterations}; expected 0 or more")
-    if not (math.isfinite(regularity) and regularity >= 0):
+    if regularity is not None and not (math.isfinite(regularity) and regularity >= 0):
         raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
     if io_iterations and transform != "deformable" and fit_to == "attention":
         raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
@@ -481,6 +489,8 @@ def _optimize(
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
     m_sides, f_sides = _field_sides(m, f)
+    if f_sides != list(f.tensor.shape[2:]):  # scans so small that the network has seen all there is to see
+        options |= SMALL
     for key, sides in (("moving_mask", m_sides), ("fixed_mask", f_sides)):
         if options[key] is not None:
             options[key] = images.resize_labels(options[key], sides)

@@ -122,7 +122,13 @@ def register(
             help="Optimise the network's weights, as in the paper, or the fields; auto: fields without a GPU."
         ),
     ] = Over.auto,
-    regularity: Annotated[float, typer.Option(help="The weight of smoothness in the optimisation.")] = 1.5,
+    regularity: Annotated[
+        float | None,
+        typer.Option(
+            help="The weight of smoothness in the optimisation. If not given: 1.5 over the weights, 0.75 over fields.",
+            show_default=False,
+        ),
+    ] = None,
     fit_to: Annotated[
         FitTo,
         typer.Option(help="Fit rigid and affine maps to the whole network's answer, or to its attention alone."),
