@@ -120,7 +120,7 @@ def score(
     moving, fixed = (data.image(key) for key in pair)
     by = turn(angle, moving.shape[2:], like=moving, plane=PLANES[plane])
     turned = warp(moving, by, like=moving, outside="zeros") if angle else moving
-    m, f = (_image(tensor) for tensor in (turned, fixed))
+    m, f = (image_of(tensor) for tensor in (turned, fixed))
     transform, told = algorithm(m, f)
     points = voxel_points(fixed).cpu().double().numpy()[0]
     found = map_points(m.world_to_unit(), transform(map_points(f.unit_to_world(), points)))
@@ -130,7 +130,7 @@ def score(
     return mean_score(dice(warped, of_fixed)), told
 
 
-def _image(tensor: Tensor) -> Image:
+def image_of(tensor: Tensor) -> Image:
     """Array axes run to the right, to the front and up: world coordinates are LPS."""
     return Image(tensor[0, 0].cpu().numpy(), np.diag([-MM, -MM, MM, 1.0]))
 

@@ -15,11 +15,13 @@ Name = Annotated[str, typer.Argument(help="A model of the package, or a model fi
 
 @models.command("list")
 def list_models() -> None:
-    """Name the models of this package with their terms, the first line being the default."""
+    """Name the models of this package with their terms, the first line being the default, the last `auto`."""
+    from carlreg.inputs import AUTO
     from carlreg.models import DEFAULT, WEIGHTS, available, read_metadata
 
     for name in sorted(available(), key=lambda name: (name != DEFAULT, name)):
         typer.echo(f"{name}\t{read_metadata(WEIGHTS / f'{name}.safetensors').get('licence', 'no licence given')}")
+    typer.echo(f"{AUTO}\tcarl-base, after a look by carl-rot whether the scans are turned against each other")
 
 
 @models.command()

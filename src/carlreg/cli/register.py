@@ -107,7 +107,13 @@ def register(
     initial_transform: Annotated[
         Some, typer.Option(help="A transform file with a first guess of the map from fixed to moving points.")
     ] = None,
-    model: Annotated[str, typer.Option(help="A model of `carl models list`, or a model file.")] = "default",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A model of `carl models list` (base and rot are short for carl-base and carl-rot), or a model file. "
+            "auto looks first whether the scans are turned against each other, and turns the moving one back."
+        ),
+    ] = "default",
     io_iterations: Annotated[
         str,
         typer.Option(
