@@ -18,7 +18,7 @@ from torch import Tensor
 
 from carlreg import images, itk
 from carlreg.images import Image, Matrix, map_points
-from carlreg.models import SHORT, WEIGHTS, available, load, read_metadata
+from carlreg.models import DEFAULT, SHORT, WEIGHTS, available, load, read_metadata
 from carlreg.points import read_points
 from carlreg.registration import RegistrationAlgorithm
 
@@ -257,18 +257,18 @@ class LoadedModel:
     """Hounsfield units that become 0 and 1."""
     voxel: float | None = None
     """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
-    look: LoadedModel | None = None
-    """Another model, which first looks whether the images are turned against each other."""
+    looks: bool = False
+    """Whether to look first if the images are turned against each other."""
 
 
 AUTO = "auto"
-"""carl-base, and carl-rot to look first."""
+"""carl-base, after such a look."""
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
     if model == AUTO:
-        raise ValueError(f"{AUTO!r} is two models at work, carl-base and carl-rot; expected the name of one of them")
+        raise ValueError(f"{AUTO!r} is {DEFAULT} after a look at the scans, and no model by itself; expected {DEFAULT}")
     stem = SHORT.get(os.fspath(model), os.fspath(model))
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
@@ -284,13 +284,11 @@ def load_model(
     """A model by name or file, or one that is in memory already, on its device and in evaluation mode."""
     place = choose_device(device)
     if isinstance(model, LoadedModel):
-        look = None if model.look is None else load_model(model.look, place)
-        return replace(model, network=model.network.to(place).eval(), look=look)
+        return replace(model, network=model.network.to(place).eval())
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
     if model == AUTO:
-        base, look = load_model("carl-base", place), load_model("carl-rot", place)
-        return replace(base, facts=base.facts | {"name": AUTO, "look": look.facts}, look=look)
+        return replace(load_model(DEFAULT, place), looks=True)
     path = find_model(model)
     about = read_metadata(path)
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))

@@ -271,7 +271,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 WEIGHTS = Path(__file__).parent / "weights"
 DEFAULT = "carl-base"
-SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}
+SHORT = {"default": DEFAULT, "base": "carl-base"}
 """Other names of the package's models."""
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,13 +30,14 @@ from carlreg.explain import Explanation, Inside
 from carlreg.grids import interpolate, voxel_points
 from carlreg.images import Image, map_points
 from carlreg.inputs import FOREGROUND, Case, LoadedModel, Prepared, choose_device, load_model, read_case, sha256
-from carlreg.losses import Loss, Similarity, find_similarity, lncc, registration_loss
+from carlreg.look import Look, look
+from carlreg.losses import Loss, Similarity, find_similarity, registration_loss
 from carlreg.metrics import dice, folding, inverse_consistency, mean_score
 from carlreg.models import write_atomically
 from carlreg.optimize import FIELD_STEPS, FIELD_WEIGHT, WEIGHT_STEPS, Optimized, instance_optimize, optimize_fields
 from carlreg.precision import mixed_precision
 from carlreg.registration import CoordinateAttention, RegistrationAlgorithm, coordinate_matches
-from carlreg.transforms import Affine, Identity, Transform, fit_affine, fit_rigid, fit_robustly, warp
+from carlreg.transforms import Identity, Transform, fit_affine, fit_rigid, fit_robustly
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,11 @@ FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
 LABELS = "warped_seg.nii.gz"
 """Written beside `FILES` where the moving image came with labels."""
-TURNED = 12.0
-"""Degrees by which scans are turned against each other at least, for `model="auto"` to turn one of them back."""
+TURNED, CLEARLY = 20.0, 1.02
+"""Degrees by which scans are turned against each other at least, and how much more alike they must be that way, for
+`model="auto"` to turn one of them back."""
+LOOK_SIDE, LOOK_MM = 96, 2.0
+"""The grid of such a look, and its usual voxels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +184,9 @@ def register(
 ) -> Registration:
     """Register two images: paths, SimpleITK or nibabel images, `carlreg.images.Image`, or arrays.
 
-    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first, by the coarse
-    matches of carl-rot, whether the images are turned against each other; if they are, carl-base sees the moving one
-    turned back. After the network's answer,
+    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first,
+    by trying many rotations, whether the images are turned against each other; if they are, carl-base sees the moving
+    one turned back. After the network's answer,
     `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
     where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more on coarser grids); 0
     leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation:
@@ -237,9 +241,9 @@ def register(
     clock.lap("reading")
 
     given, looked = case.initial, None
-    if loaded.look is not None:
+    if loaded.looks:
         say("looking whether the scans are turned")
-        looked = _look(loaded.look, case, place)
+        looked = _look(case, loaded, place)
         if looked.turned:
             guess = looked.world if given is None else itk.compose(given, looked.world, case.fixed)
             case = case.through(guess, loaded, place)
@@ -339,44 +343,33 @@ def _check_choices(
 
 @dataclass(frozen=True, eq=False)
 class _Looked:
-    """The rigid map between two scans, at a glance."""
+    """What a look at the scans said, and the rigid map that it found, of the world."""
 
+    seen: Look
     world: itk.WorldTransform
-    degrees: float
-    residual_mm: float
-    """By how much half of the matches miss it."""
-    likeness: tuple[float, float]
-    """LNCC of the scans laid onto one another middle by middle, and by that map."""
 
     @property
     def turned(self) -> bool:
-        """Far enough to be worth turning back, which must make the scans more alike, too."""
-        return self.degrees >= TURNED and self.likeness[1] > self.likeness[0]
+        """Far enough to be worth turning back, and clearly more alike that way."""
+        return self.seen.degrees >= TURNED and self.seen.likeness > CLEARLY * self.seen.upright
 
     def told(self) -> dict[str, Any]:
         return {
-            "degrees": round(self.degrees, 1),
-            "residual_mm": round(self.residual_mm, 2),
-            "likeness": [round(value, 4) for value in self.likeness],
+            "degrees": round(self.seen.degrees, 1),
+            "likeness": round(self.seen.likeness, 4),
+            "likeness_upright": round(self.seen.upright, 4),
             "turned_back": self.turned,
         }
 
 
-def _look(look: LoadedModel, case: Case, place: torch.device) -> _Looked:
-    """A rigid fit to the matches of a model's coordinate attention, weighted by their certainty."""
-    f, m = case.prepared_for(look, place)
-    points, targets, weights = _attention(look.network, m, f)
-    world = _fit(points, targets, weights, m, f, "rigid")
-    here, there = (map_points(p.image.unit_to_world(), q[0].double().numpy()) for p, q in ((f, points), (m, targets)))
-    missed = np.linalg.norm(world(here) - there, axis=-1)[weights[0].numpy() > 0]
-    linear = world.affine[:-1, :-1]
-    # The angle of a rotation: its trace is 1 + 2 cos α in space, 2 cos α in the plane.
-    cosine = (np.trace(linear) - f.image.dim + 2) / 2
-    unit = m.image.world_to_unit() @ world.affine @ f.image.unit_to_world()
-    by = Affine(torch.from_numpy(unit[None, :-1]).to(f.tensor))
-    alike = [1 - float(lncc(warp(m.tensor, map_, like=f.tensor), f.tensor)) for map_ in (Identity(), by)]
-    degrees = math.degrees(math.acos(min(1.0, max(-1.0, float(cosine)))))
-    return _Looked(world, degrees, float(np.median(missed)), (alike[0], alike[1]))
+def _look(case: Case, loaded: LoadedModel, place: torch.device) -> _Looked:
+    """At both scans with the same cubic voxels."""
+    common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM)
+    f, m = case.prepared_for(common, place)
+    seen = look(m.tensor, f.tensor)
+    unit = np.eye(case.fixed.dim + 1)
+    unit[:-1] = seen.transform.matrix[0].cpu().double().numpy()
+    return _Looked(seen, itk.WorldTransform.linear(m.image.unit_to_world() @ unit @ f.image.world_to_unit()))
 
 
 # ---- the registration itself ----------------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ def register(
     model: Annotated[
         str,
         typer.Option(
-            help="A model of `carl models list` (base and rot are short for carl-base and carl-rot), or a model file. "
-            "auto looks first whether the scans are turned against each other, and turns the moving one back."
+            help="A model of `carl models list`, or a model file. auto is the default model after a look whether the "
+            "scans are turned against each other: the moving one is then turned back first."
         ),
     ] = "default",
     io_iterations: Annotated[
