@@ -572,7 +572,7 @@ def test_the_demo_does_what_the_readme_says() -> None:
     demo, page = experiment("demo/demo.json"), read("README.md")
     before, after, shifted = (demo[name][when]["dice"] for name, when in DEMO)
     shift = math.hypot(*demo["shift_mm"])
-    assert abs(after - shifted) < 0.04  # 0.01 is the aim
+    assert abs(after - shifted) < 0.01
     assert f"Dice goes from {before:.3f} to {after:.3f}, and with one image shifted by {shift:.0f} mm" in page
     assert f"it is {shifted:.3f} ([figures]" in page
     assert f"{demo['command_seconds']:.0f} s for the demo" in page
@@ -586,10 +586,10 @@ AXES = ("left to right", "back to front", "bottom to top")
 
 def test_the_page_about_shifts_says_what_the_files_say() -> None:
     page = read("experiments/moved/README.md")
-    own, framed = (experiment(f"moved/results/shifts-{side}.json") for side in (96, 192))
+    own, room, framed = (experiment(f"moved/results/shifts-{side}.json") for side in ("96", "160-seen-96", "192"))
     rows = []
-    for found in (own, framed):
-        for name in ("carl-base", "gradicon"):
+    for found in (own, room, framed):
+        for name in ("carl-base",) if found is room else ("carl-base", "gradicon"):
             for axis in AXES:
                 dice = [f"{mean(row['dice']):.3f}" for row in found["methods"][name]["rows"] if row["axis"] == axis]
                 rows.append(f"| {name}, {axis} | {' | '.join(dice)} |")
@@ -609,8 +609,12 @@ def test_the_page_about_shifts_says_what_the_files_say() -> None:
     cube, other = (framed["in_view"][name] for name in ("carl-base", "gradicon"))
     matches = experiment("moved/results/attention.json")["rows"][0]
     changed = ours["mean_absolute_change"]
-    assert changed < 0.01
+    seen = room["in_view"]["carl-base"]
+    assert max(changed, seen["mean_absolute_change"], cube["mean_absolute_change"]) < 0.01
     for name, sentence in (
+        ("moved/README.md", f"changes by {seen['mean_absolute_change']:.4f} on average over {seen['cases']} cases"),
+        ("moved/README.md", f"in view (at worst {seen['lowest']:.3f})"),
+        ("moved/README.md", f"Dice changes by {changed:.3f} to {cube['mean_absolute_change']:.3f} on average, however"),
         ("moved/README.md", f"changes by {changed:.4f} on average over {ours['cases']} cases"),
         ("moved/README.md", f"({ours['mean_change']:+.4f} with its sign; at worst {ours['lowest']:.3f})"),
         ("moved/README.md", f"GradICON's by {theirs['mean_absolute_change']:.4f} (at worst {theirs['lowest']:.3f})"),
@@ -619,11 +623,11 @@ def test_the_page_about_shifts_says_what_the_files_say() -> None:
         ("../docs/models.md", f"[{changed:.3f} Dice on average]"),
         ("../docs/models.md", f"Dice is {ours['at_rest'] - cube['at_rest']:.2f} lower before any shift"),
         ("../docs/models.md", f"changes by {cube['mean_absolute_change']:.3f} on average with one"),
-        ("README.md", f"carl-base does not, but changes by {cube['mean_absolute_change']:.3f} on average"),
+        ("README.md", f"carl-base changes by {cube['mean_absolute_change']:.3f} on average"),
         ("moved/README.md", f"it changes by {cube['mean_absolute_change']:.3f} on average ({cube['cases']} cases"),
         ("moved/README.md", f"at worst {cube['lowest']:.3f}; GradICON's by {other['mean_absolute_change']:.3f})"),
         ("moved/README.md", f"to within {matches['brain_missed_by_voxels']['median']:.3f} of a voxel in the median"),
-        ("moved/README.md", f"follow by {matches['empty_space_followed_by_voxels']:.0f} voxels only"),
+        ("moved/README.md", f"follow by {matches['empty_space_followed_by_voxels']:.0f} voxels"),
     ):
         assert sentence in read(f"experiments/{name}"), f"{name} should say: {sentence}"
 
@@ -659,7 +663,7 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
 def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     page, index = read("experiments/base/README.md"), read("experiments/README.md")
     files = {"carl-base": "", "GradICON, 10.1 M parameters": "-grad", "CARL without abdomens": "-left"}
-    files["carl-base with Ψ3"] = "-refine"
+    files |= {"carl-base 3": "-4", "carl-base 3 with Ψ3": "-refine"}
     scores = {name: experiment(f"base/results/scores{end}.json")["val"]["network"] for name, end in files.items()}
     shown = {}
     for name, found in scores.items():
@@ -668,12 +672,13 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
         folds = ", ".join(f"{found[key]['folds']:.4f}" for key in NATIVE)
         assert f"| {name} | {' | '.join(f'{value:.3f}' for value in dice)} | {folds} |" in page, name
         shown[name] = [f"{100 * value:.1f}" for value in dice]
-    brain, _, five, parts = zip(shown["carl-base"], shown["carl-base with Ψ3"], strict=True)
+    brain, _, five, parts = zip(shown["carl-base 3"], shown["carl-base 3 with Ψ3"], strict=True)
     assert f"brain {' / '.join(brain)}, abdomen (5 organs) {' / '.join(five)}, hippocampus {' / '.join(parts)}." in page
     assert f"abdomen (5 organs) {' / '.join(five)}, brain {' / '.join(brain)}]" in index
     theirs = shown["GradICON, 10.1 M parameters"]
     assert f"[{theirs[0]}, {theirs[2]}, {theirs[3]}]" in index
-    assert f"carl-base {brain[0]}, {five[0]}, {parts[0]} |" in index
+    now = shown["carl-base"]
+    assert f"carl-base {now[0]}, {now[2]}, {now[3]} |" in index
     unseen = experiment("base/results/unseen.json")["means"]
     assert [row.split(" | ", 1)[1] for row in table(page, "| | 13 organs | 5 organs | folds, % |")] == [
         f"{found['dice']:.3f} | {found['dice_five']:.3f} | {found['folds']:.4f} |" for found in unseen.values()
@@ -693,6 +698,35 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     for row, (name, settings) in zip(rows, TRIED, strict=True):
         cells = [cell for key in ("abdomen", "brain", "hippocampus") for cell in found[name, json.dumps(settings), key]]
         assert row.endswith(f" | {' | '.join(cells)} |"), (row, settings)
+    found = {
+        (json.dumps(row["settings"]), row["set"]): row
+        for name in ("-4", "-4h")
+        for row in experiment(f"base/results/fields{name}.json")["rows"]
+    }
+    settings: list[dict[str, float]] = [{"steps": 0}, {}, {"window": 1.5}, {"window": 1.5, "weight": 0.75}]
+    cells = []
+    for one in settings:
+        abdomen, brains = (found[json.dumps(one), key] for key in ("abdomen", "brain"))
+        dice = (abdomen["dice"], abdomen["dice_five"], brains["dice"])
+        cells.append(f"{' | '.join(f'{value:.3f}' for value in dice)} |")
+    rows = table(page, "| | abdomen, 13 organs | 5 organs | brain |")
+    assert [row.split(" | ", 1)[1] for row in rows] == cells
+    rows = table(page, "| hippocampus, on half the grid | Dice |")
+    dice = [found[json.dumps(one), "hippocampus"]["dice"] for one in SMALL]
+    assert [row.split(" | ", 1)[1] for row in rows] == [f"{value:.3f} |" for value in dice]
+
+
+SMALL: list[dict[str, float]] = [
+    {"steps": 0},
+    {"side": 48},
+    {"side": 48, "weight": 6},
+    {"side": 48, "steps": 10},
+    {"side": 48, "levels": 2},
+    {"side": 48, "levels": 1},
+    {"side": 48, "levels": 1, "window": 1.5, "weight": 0.75},
+    {"side": 48, "levels": 1, "learning_rate": 0.25, "window": 1.5, "weight": 0.75},
+]
+"""The same of its table about small scans."""
 
 
 TRIED: list[tuple[str, dict[str, float]]] = [

@@ -1,5 +1,6 @@
 """Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
-runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks.
+runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks; turned-NAME.json
+of whole registrations.
 
 python experiments/rotation/plot.py experiments/rotation/results
 """
@@ -66,6 +67,22 @@ def brains(paths: list[Path], folder: Path) -> None:
     figure.savefig(folder / "brain.png", dpi=110)
 
 
+def registrations(paths: list[Path], folder: Path) -> None:
+    """A panel for every plane, a line for every method. At 0° all planes are one."""
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
+    for path, colour in zip(paths, ("tab:green", "tab:red", "#d99a00", "tab:blue", "k", "tab:purple"), strict=False):
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for axis, plane in zip(panels, ("sagittal", "coronal", "axial"), strict=True):
+            scores = {str(row["degrees"]): row["dice"] for row in rows if row["plane"] == plane or not row["degrees"]}
+            label = path.stem.removeprefix("turned-").replace("-optimised", ", optimised")
+            if len(scores) > 1:
+                line(axis, scores, color=colour, marker="o", markersize=3, label=label)
+            axis.set(title=plane, xlabel="degrees", xticks=range(0, 181, 30), ylim=(0, 1))
+    panels[0].set_ylabel("Dice, subcortical")
+    panels[-1].legend(fontsize=8)
+    figure.savefig(folder / "turned.png", dpi=110)
+
+
 def grids(folder: Path) -> None:
     """One pair by each network: where the grid lies in empty space tells whether it turns as a whole."""
     with np.load(folder / "sweep.npz") as arrays:
@@ -97,6 +114,8 @@ def main() -> None:
         curves(folder)
     if paths := sorted(folder.glob("brain*.json")):
         brains(paths, folder)
+    if paths := sorted(folder.glob("turned-*.json")):
+        registrations(paths, folder)
     if (folder / "sweep.npz").exists():
         grids(folder)
 

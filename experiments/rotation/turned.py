@@ -76,7 +76,7 @@ def main() -> None:
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
-        report |= {"commit": arguments.commit, "machine": machine, "pairs": of, "method": source}
+        report |= {"commit": arguments.commit, "machine": machine, "pairs": of, "method": Path(source).name}
         for angle in arguments.angles:
             for plane in arguments.planes if angle else arguments.planes[:1]:  # 0° is the same in all of them
                 known = any((row["degrees"], row["plane"]) == (angle, plane) for row in report["rows"])

@@ -314,7 +314,6 @@ class TrainingStep:
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)
             self.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()  # the graph takes memory of its own: what the first steps needed is free again
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self.result = self._run(**self.inputs)
         for name, kept in self.inputs.items():
