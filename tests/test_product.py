@@ -538,3 +538,24 @@ def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(
     assert len(shapes) == 2
     assert [sorted(shape) for shape in shapes] == [sorted(moving.shape), sorted(fixed.shape)]
     assert result.warped.shape == fixed.shape
+
+
+def test_fields_of_small_scans_are_optimised_gently(
+    moving_network: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def note(*answer: Any, **options: Any) -> Optimized:
+        asked.append(options)
+        return optimize_fields(*answer, **options)
+
+    monkeypatch.setattr("carlreg.product.optimize_fields", note)
+    model = LoadedModel(moving_network.network, (32, 32, 32), {})
+    for side, regularity in ((12, None), (40, None), (40, 2.0)):
+        image = blobs((side,) * 3, np.eye(4))
+        result = register(
+            fixed=image, moving=image, model=model, over="fields", io_iterations=1, regularity=regularity, device="cpu"
+        )
+        assert result.settings["regularity"] == (0.75 if regularity is None else regularity)
+    assert [one.get("levels") for one in asked] == [1, None, None]
+    assert [one["weight"] for one in asked] == [0.75, 0.75, 2.0]

@@ -92,6 +92,32 @@ def test_what_leaves_the_view_is_lost_to_the_network_and_not_to_the_score(grid: 
     assert grid.in_view([{"axis": "a", "voxels": 0, **at_rest}, {"axis": "a", "voxels": 10, **found}]) == {"cases": 0}
 
 
+def test_a_network_sees_a_cube_on_its_own_grid(grid: ModuleType, data: Any) -> None:
+    """Half as many voxels over the same cube; the score is that of the cube's own voxels."""
+    pairs = data.pairs("brain", "val")
+    seen = []
+
+    def told(moving: Tensor, fixed: Tensor) -> Transform:
+        seen.append(tuple(fixed.shape[2:]))
+        return Affine.from_parts(torch.eye(3)[None], torch.tensor([[0.0, 6 / 47, 0.0]]))
+
+    found = grid.sweep(told, data, pairs, 1, 6, 48, 24)
+    at_rest = grid.sweep(lambda moving, fixed: Identity(), data, pairs, 1, 0, 48)
+    assert set(seen) == {(24, 24, 24)}
+    assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)
+
+
+def test_with_room_a_scan_is_smaller_whole_and_anywhere(data: Any) -> None:
+    data.cropped = 1.0
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.stack([data.affine_noise(generator, "abdomen", 1.8).matrix[0] for _ in range(300)])
+    linear, middle = seen[:, :, :3], seen[:, :, :3].sum(-1) / 2 + seen[:, :, 3]
+    assert torch.allclose(linear.mean(0), 1.8 * torch.eye(3), atol=0.05)  # along the cut axis, too: nothing is cut
+    assert torch.allclose(middle.mean(0), torch.full((3,), 0.5), atol=0.05)
+    plain = torch.stack([data.affine_noise(generator, "brain").matrix[0] for _ in range(300)])
+    assert (middle.std(0) > 2 * (plain[:, :, :3].sum(-1) / 2 + plain[:, :, 3]).std(0)).all()
+
+
 def test_abdomens_lose_slices_and_brains_do_not(data: Any) -> None:
     data.cropped = 1.0
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,10 @@
 """Scans that are turned against each other: common cubic voxels, the look of `model="auto"`, and how rotations are
-drawn and learnt."""
+learnt."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from carlreg import Registration, images, register
+from carlreg.explain import explain
 from carlreg.images import Image, map_points
 from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
 from carlreg.look import TRIED, look, many_rotations
@@ -20,7 +22,6 @@ from carlreg.losses import diffusion, lncc, nearness
 from carlreg.models import carl_rot, save
 from carlreg.registration import ClosedFormXi
 from carlreg.synthesis import random_anatomy
-from carlreg.training import Stage
 from carlreg.transforms import Identity, about_centre, random_rotation, warp
 
 CPU = torch.device("cpu")
@@ -104,33 +105,7 @@ def test_a_file_that_names_a_voxel_without_a_grid_is_refused(tmp_path: Path) -> 
             load_model(tmp_path / "model.safetensors", "cpu")
 
 
-# ---- how rotations are drawn and learnt -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dim", [2, 3])
-def test_a_share_of_rotations_grows_from_none_to_all(dim: int) -> None:
-    like, shape = torch.empty(0, dtype=torch.float64), (9,) * dim
-
-    def angles(share: float) -> torch.Tensor:
-        drawn = random_rotation(shape, 200, like=like, generator=torch.Generator().manual_seed(0), share=share)
-        linear = drawn.matrix[:, :, :dim]
-        assert torch.allclose(linear @ linear.mT, torch.eye(dim, dtype=torch.float64), atol=1e-9)
-        assert torch.allclose(torch.linalg.det(linear), torch.ones(200, dtype=torch.float64))
-        trace = linear.diagonal(dim1=1, dim2=2).sum(1)
-        return ((trace - dim + 2) / 2).clamp(-1, 1).acos()
-
-    none, few, all_ = angles(0.0), angles(0.3), angles(1.0)
-    assert none.max() < 1e-6
-    assert few.median() < 0.6 < all_.median()
-    # Haar measure: in 3-D angles have the density (1 − cos α) / π, in 2-D 1 / π.
-    mean = np.pi / 2 + 2 / np.pi if dim == 3 else np.pi / 2
-    assert all_.mean() == pytest.approx(mean, abs=0.15)
-
-
-def test_the_share_of_a_stage_grows_over_its_steps() -> None:
-    stage = Stage(100, rotate=True, rotations_grow=50)
-    assert [stage.share(step) for step in (0, 24, 49, 99)] == [0.02, 0.5, 1.0, 1.0]
-    assert Stage(100, rotate=True).share(0) == 1.0
+# ---- how rotations are learnt -----------------------------------------------------------------------------
 
 
 def test_nearness_has_a_slope_where_all_points_go_to_one_and_diffusion_has_none() -> None:
@@ -212,9 +187,50 @@ def test_a_look_works_in_the_plane_and_between_different_shapes() -> None:
     assert missed[0] < 0.2 * missed[1]
 
 
-def test_a_look_at_two_pairs_at_once_is_refused() -> None:
+def drawing() -> torch.Tensor:
+    """Discs on a black ground, alike in no rotation."""
+    i, j = torch.meshgrid(torch.arange(40.0), torch.arange(40.0), indexing="ij")
+    discs = ((20, 20, 12, 0.4), (15, 24, 4, 0.5), (26, 16, 3, 0.6), (22, 27, 2, 0.3))
+    return sum(value * ((i - y).hypot(j - x) < r).float() for y, x, r, value in discs)[None, None]  # type: ignore[return-value, misc]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda image: image.double(),
+        lambda image: 1000 * image - 1024,  # Hounsfield units
+        lambda image: torch.cat([image, image], dim=1),
+        lambda image: image.half(),
+    ],
+    ids=["double", "negative", "channels", "half"],
+)
+def test_a_look_takes_what_images_there_are(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    fixed = drawing()
+    by = about_centre(rotation(70, (0, 1), 2)[None], (40, 40), like=fixed)
+    turned = warp(fixed, by, like=fixed, outside="zeros")
+    want = look(turned, fixed)
+    assert want.degrees == pytest.approx(70, abs=2)
+    assert want.turned
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = look(change(turned), change(fixed))
+    assert seen.degrees == pytest.approx(want.degrees, abs=1)
+
+
+def test_images_that_are_alike_as_they_are_are_not_turned() -> None:
+    fixed = drawing()
+    seen = look(fixed, fixed)
+    assert seen.degrees < 1
+    assert not seen.turned
+    # Nothing is known of images without a difference, or of one another's negative: nothing is turned.
+    assert not look(torch.zeros_like(fixed), fixed).turned
+    assert not look(fixed, 1 - fixed).turned
+
+
+def test_bad_images_are_not_looked_at() -> None:
     with pytest.raises(ValueError, match="one 2-D or 3-D image each"):
         look(torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8))
+    with pytest.raises(ValueError, match="moving"):
+        look(torch.full((1, 1, 8, 8), math.nan), torch.rand(1, 1, 8, 8))
 
 
 # ---- auto -----------------------------------------------------------------------------------------------------------
@@ -251,19 +267,32 @@ def test_auto_leaves_upright_scans_alone_and_turns_others_back(anatomy: tuple[to
 
 
 def test_auto_goes_on_from_a_first_guess(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """With the right guess, nothing is left to turn; "before" is the score of the guess alone."""
+    """With the right guess nothing is left to turn; with a wrong one the rest is, and the answer is the same."""
     moving, fixed = anatomy
     by = about_centre(rotation(90, (0, 1))[None], moving.shape[2:], like=moving)
     turned, straight = in_ras(warp(moving, by, like=moving, outside="zeros")), in_ras(moving)
     unit = np.vstack([by.inverse().matrix[0].numpy(), [[0, 0, 0, 1]]])
-    guess = turned.unit_to_world() @ unit @ straight.world_to_unit()
+    right = turned.unit_to_world() @ unit @ straight.world_to_unit()
+    wrong = np.eye(4)
+    wrong[:3, 3] = (6, -8, 4)
     options = {"fixed": in_ras(fixed), "transform": "rigid", "fit_to": "attention", "device": "cpu"}
-    found = register(moving=turned, model="auto", initial_transform=guess, **options)
-    assert found.settings["look"]["turned_back"] is False
     labels = Image((in_ras(fixed).data > 0.3).astype(np.uint8), in_ras(fixed).affine)
-    scored = register(moving=turned, model="auto", fixed_seg=labels, moving_seg=labels, **options)
-    assert scored.settings["look"]["turned_back"] is True
-    assert scored.metrics["dice_before"] == pytest.approx(1.0)
+    found = [
+        register(moving=turned, model="auto", initial_transform=guess, fixed_seg=labels, moving_seg=labels, **options)
+        for guess in (right, wrong, None)
+    ]
+    assert [one.settings["look"]["turned_back"] for one in found] == [False, True, True]
+    points = map_points(straight.affine, np.random.default_rng(0).uniform(16, 32, (200, 3)))
+    for one in found[:2]:
+        assert np.linalg.norm(one.transform(points) - found[2].transform(points), axis=-1).mean() < 12  # 3 voxels
+    # "Before" is the guess that was given, not what the look made of it.
+    assert found[2].metrics["dice_before"] == pytest.approx(1.0)
+    assert found[1].metrics["dice_before"] < 1.0
+
+
+def test_auto_cannot_be_explained(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match="no model by itself"):
+        explain(fixed=in_ras(anatomy[1]), moving=in_ras(anatomy[0]), model="auto", device="cpu")
 
 
 def test_auto_is_no_single_model() -> None:

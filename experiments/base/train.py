@@ -259,7 +259,7 @@ class Data:
         linear += torch.diag(0.06 * torch.randn(3, generator=generator))
         shift = self.shift * torch.randn(3, generator=generator)
         centre = torch.full((3,), 0.5)
-        if name == CROPPED and self.cropped and torch.rand((), generator=generator) < self.cropped:
+        if name == CROPPED and room == 1 and self.cropped and torch.rand((), generator=generator) < self.cropped:
             kept, where = torch.rand(2, generator=generator)
             kept = 0.55 + 0.45 * kept
             linear[:, 2] *= kept

@@ -97,6 +97,7 @@ def main() -> None:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
         report["methods"][name] = {"commit": arguments.commit, "machine": machine, "pairs": of, "rows": rows}
+        report["in_view"] = {name: in_view(found["rows"]) for name, found in report["methods"].items()}
         write_atomically(path, (json.dumps(report) + "\n").encode())
     report["in_view"] = {name: in_view(found["rows"]) for name, found in report["methods"].items()}
     write_atomically(path, (json.dumps(report) + "\n").encode())
@@ -121,7 +122,13 @@ def by_program(method: Method) -> Algorithm:
 
 @torch.no_grad()
 def sweep(
-    model: Algorithm, data: Any, pairs: list[tuple[str, str]], axis: int, voxels: int, frame: int, grid: int
+    model: Algorithm,
+    data: Any,
+    pairs: list[tuple[str, str]],
+    axis: int,
+    voxels: int,
+    frame: int,
+    grid: int | None = None,
 ) -> dict[str, list[float]]:
     """Of each pair, with the moving image shifted along one axis: Dice, and how much of it is visible."""
     by = torch.zeros(1, 3)
@@ -134,7 +141,7 @@ def sweep(
         moving, fixed = (framed([data.image(pair[side]) for pair in some], frame) for side in (0, 1))
         shifted = warp(moving, shift, like=moving, outside="zeros")
         with mixed_precision(data.device):
-            phi = model(*(resize(image, (grid,) * 3) for image in (shifted, fixed)))
+            phi = model(*(resize(image, (grid or frame,) * 3) for image in (shifted, fixed)))
         labels = [
             framed([data.images[f"{pair[side]}/labels"][None, None].float() for pair in some], frame) for side in (0, 1)
         ]

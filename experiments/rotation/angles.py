@@ -26,6 +26,10 @@ from data import PADDING, POOLING, Pairs, build  # type: ignore[import-not-found
 SIDE = 192
 """Of the square. A retina is about 135 wide."""
 ANGLES = tuple(range(0, 181, 15))
+PLANES = {"sagittal": (1, 2), "coronal": (0, 2), "axial": (0, 1)}
+"""Array axes (left to right, back to front, bottom to top) in whose plane a brain is turned."""
+MM = 2.0
+"""A brain's voxels, as experiments/base/prepare.py packs it."""
 
 
 def turn(degrees: float, shape: Sequence[int], *, like: Tensor, plane: tuple[int, int] = (0, 1)) -> Affine:

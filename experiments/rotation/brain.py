@@ -4,11 +4,12 @@
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 500          # again, until all steps are done
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 0 --sweep 6  # Dice against the angle
 
-The authors' procedure, with a shorter first stage: R and Q any rotations, inside the loss; Ξ alone with diffusion
-first, then the whole with GradICON. The same command goes on where OUT/run stands. A run is judged by Dice on the
-`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, the best model
-as half floats, and with `--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With
-`--model`, training goes on from that one, or with `--steps 0` only the sweep is made of it.
+The authors' procedure, but for the first stage: R and Q any rotations, inside the loss; Ξ alone first, with nearness
+instead of diffusion (`--first`; `--diffusion` are its steps), then the whole with GradICON. The same command goes on
+where OUT/run stands. A run is judged by Dice on the `dev` pairs (training subjects kept back), each moving brain turned
+once at random. Writes scores.json, the best model as half floats, and with `--sweep` brain.json: Dice of some pairs for
+every angle about each of the three axes. With `--model`, training goes on from that one, or with `--steps 0` only the
+sweep is made of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from angles import ANGLES, turn  # type: ignore[import-not-found]
+from angles import ANGLES, MM, PLANES, turn  # type: ignore[import-not-found]
 
 from carlreg.models import carl_rot, load, save, write_atomically
 from carlreg.registration import RegistrationAlgorithm
@@ -35,8 +36,6 @@ from train import Data, add_arguments, show, start_from  # type: ignore[import-n
 
 UNETS: dict[str, Any] = {"unet_down": (16, 32, 48, 96, 96), "unet_up": (96, 64, 48, 32, 16)}
 """With an encoder 64 wide, 6.06 M parameters: 11.6 MiB of half floats."""
-PLANES = {"sagittal": (1, 2), "coronal": (0, 2), "axial": (0, 1)}
-"""Array axes (left to right, back to front, bottom to top) in whose plane a brain is turned."""
 FIRST = {"diffusion": 10.5, "nearness": 50.0}
 """Regularisers of the first stage with their weights. With diffusion, the paper's, nothing moved in 800 steps: all
 points went to one, which it has no slope to leave by."""
@@ -49,7 +48,6 @@ def main() -> None:
     add_arguments(parser)
     parser.set_defaults(diffusion=1500, steps=6000, synthetic=0.3)
     parser.add_argument("--first", default="nearness", choices=FIRST, help="the first stage's regulariser")
-    parser.add_argument("--grow", type=int, default=0, help="steps of the first stage over which rotations grow to any")
     parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
     parser.add_argument("--split", default="val", choices=("dev", "val"), help="of the sweep")
     parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
@@ -67,7 +65,7 @@ def main() -> None:
     else:
         model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
         common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
-        common |= {"label_weight": arguments.label_weight, "rotations_grow": arguments.grow}
+        common |= {"label_weight": arguments.label_weight}
         weight = FIRST[arguments.first]
         stages.insert(0, Stage(arguments.diffusion, arguments.first, weight, first_step_alone=True, **common))
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -105,7 +103,7 @@ def main() -> None:
         "dev": on_dev(model),
     }
     write_atomically(arguments.out / "scores.json", (json.dumps(report, indent=2) + "\n").encode())
-    about = {"name": "carl-rot", "grid": " ".join(3 * [str(arguments.side)]), "voxel": "2"}
+    about = {"name": "carl-rot", "grid": " ".join(3 * [str(arguments.side)]), "voxel": str(MM)}
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=about)
     if arguments.sweep:
         pairs = random.Random(0).sample(data.pairs("brain", arguments.split), arguments.sweep)

@@ -1,7 +1,7 @@
 """One brain turned by 45° and registered by several models, with optimisation: the picture of the paper's appendix.
 
     python experiments/rotation/picture.py carry/turned.npz experiments/rotation/results --method carl-base=carl-base \\
-        --method carl-rot=carl-rot --method auto=auto --method GradICON=GRADICON.safetensors
+        --method auto=auto --method GradICON=GRADICON.safetensors
 
 The moving brain is turned in the axial plane, about the middle of a cube that is empty around it. For each method one
 row: the moving and the fixed brain, the warped one, where fixed and warped differ, and the grid of the fixed image as
@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from angles import turn  # type: ignore[import-not-found]
+from angles import PLANES, turn  # type: ignore[import-not-found]
 from matplotlib.figure import Figure
-from turned import PLANES, by_model, drawn, image_of  # type: ignore[import-not-found]
+from turned import by_model, drawn, image_of  # type: ignore[import-not-found]
 
 from carlreg import itk
 from carlreg.images import map_points
+from carlreg.inputs import FOREGROUND
 from carlreg.metrics import folding
 from carlreg.transforms import DisplacementField, warp
 
@@ -64,7 +65,7 @@ def main() -> None:
         found = map_points(np.linalg.inv(m.affine), transform(map_points(f.affine, index)))
         # In units of the image, to count folds.
         points = torch.from_numpy((found - index) / (np.array(f.shape) - 1)).movedim(-1, 0)[None].float()
-        angle = in_plane(found[..., middle, :2], f.data[..., middle] > 0.05)
+        angle = in_plane(found[..., middle, :2], f.data[..., middle] > FOREGROUND)
         rows[name] = {"folds_percent": folding(DisplacementField(points), fixed), "degrees": angle, **told}
         print(name, rows[name], flush=True)
         shown = (m.data, f.data, warped, np.abs(warped - f.data))

@@ -8,6 +8,7 @@ python experiments/rotation/plot.py experiments/rotation/results
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def brains(paths: list[Path], folder: Path) -> None:
 def registrations(paths: list[Path], folder: Path) -> None:
     """A panel for every plane, a line for every method. At 0° all planes are one."""
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
-    for path, colour in zip(paths, ("tab:green", "tab:red", "#d99a00", "tab:blue", "k", "tab:purple"), strict=False):
+    for path, colour in zip(paths, itertools.cycle(("k", "tab:red", "#d99a00", "tab:blue", "tab:green"))):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for axis, plane in zip(panels, ("sagittal", "coronal", "axial"), strict=True):
             scores = {str(row["degrees"]): row["dice"] for row in rows if row["plane"] == plane or not row["degrees"]}

@@ -1,7 +1,7 @@
 """Dice of brains while the moving one is turned, for whole registrations: the paper's figure on rotation.
 
     python experiments/rotation/turned.py carry/turned.npz carry/turned_labels.npz experiments/rotation/results \\
-        --method base=carl-base --method rot=carl-rot --method auto=auto --method ANTs=ants-synquick
+        --method base-optimised=carl-base --method auto-optimised=auto --method ANTs=ants-synquick
 
 What experiments/base/prepare.py packs: validation brains with voxels of 2 mm in a cube of 190 mm, and their labels with
 voxels of 1 mm. The moving brain is turned about the middle of the cube, in each of three planes, and registered by
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from angles import turn  # type: ignore[import-not-found]
+from angles import MM, PLANES, turn  # type: ignore[import-not-found]
 from torch import Tensor
 
 from carlreg.baselines import BASELINES
@@ -41,10 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
 from train import Data  # type: ignore[import-not-found]
 
-PLANES = {"sagittal": (1, 2), "coronal": (0, 2), "axial": (0, 1)}
-"""Array axes (left to right, back to front, bottom to top) in whose plane a brain is turned."""
 ANGLES = (0, 15, 30, 45, 60, 90, 135, 180)
-MM = 2.0
 Algorithm = Callable[[Image, Image], tuple[Any, dict[str, Any]]]
 """A moving and a fixed image to a map of world points, and what else there is to tell."""
 
@@ -76,7 +73,10 @@ def main() -> None:
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
-        report |= {"commit": arguments.commit, "machine": machine, "pairs": of, "method": Path(source).name}
+        how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation}
+        if report["rows"] and any(report.get(key, value) != value for key, value in how.items()):
+            sys.exit(f"{path} holds other pairs or another method; expected the same: choose another name")
+        report |= how | {"commit": arguments.commit, "machine": machine}
         for angle in arguments.angles:
             for plane in arguments.planes if angle else arguments.planes[:1]:  # 0° is the same in all of them
                 known = any((row["degrees"], row["plane"]) == (angle, plane) for row in report["rows"])

@@ -70,6 +70,7 @@ _MODULES = {
         "images",
         "inputs",
         "itk",
+        "look",
     ),
     *("metrics", "networks", "points", "report", "runs", "synthesis"),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from carlreg.attention import attention_moments, scale_to_length
 from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
-from carlreg.images import Image, Matrix, map_points, to_closest_ras
+from carlreg.images import Image, Matrix, map_points
 from carlreg.inputs import as_image, choose_device, load_model, prepare_pair
 from carlreg.itk import invert_matrix
 from carlreg.metrics import dice, mean_score
@@ -191,6 +191,8 @@ def explain(
     """
     place = choose_device(device)
     loaded = load_model(model, place)
+    if loaded.looks:
+        raise ValueError("model is 'auto', which is no model by itself; expected carl-base, or another model")
     f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, place)
     return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)
 
@@ -257,7 +259,10 @@ def probe(
     """Train a probe on the moving image's features, and try it on the fixed one's: the probe, its heat there, and the
     Dice of its segmentation, on the grid that Ξθ sees."""
     inside = seen.inside
-    maps = [_seen(moving_labels, inside.moving_level), _seen(fixed_labels, inside.fixed_level)]
+    maps = [
+        _seen(moving_labels, seen.moving, inside.moving_level),
+        _seen(fixed_labels, seen.fixed, inside.fixed_level),
+    ]
     if wanted is None:
         wanted = sorted({int(n) for n in maps[0].unique()} & {int(n) for n in maps[1].unique()} - {0})
     if not len(wanted):
@@ -267,15 +272,15 @@ def probe(
     return trained, trained.heat(features), dice(trained.segment(features), maps[1], list(wanted))
 
 
-def _seen(labels: Image, level: Level) -> Tensor:
-    """A label map at the voxels that Ξθ sees, (1, 1, *shape)."""
-    turned = to_closest_ras(labels)
-    to_unit = level.index_to_unit()
-    data = turned.data
-    for axis, (side, count) in enumerate(zip(turned.shape, level.shape, strict=True)):
-        unit = np.arange(count) * to_unit[axis, axis] + to_unit[axis, -1]
-        data = data.take(np.rint(unit * (side - 1)).astype(int).clip(0, side - 1), axis)
-    return torch.from_numpy(np.ascontiguousarray(data).astype(np.int64))[None, None]
+def _seen(labels: Image, image: Image, level: Level) -> Tensor:
+    """A label map at the voxels that Ξθ sees of an image, (1, 1, *shape): 0 where the map ends."""
+    index = np.moveaxis(np.indices(level.shape), 0, -1)
+    world = map_points(image.unit_to_world() @ level.index_to_unit(), index)
+    found = np.rint(map_points(invert_matrix(labels.affine), world)).astype(int)
+    ends = np.array(labels.shape) - 1
+    there = ((found >= 0) & (found <= ends)).all(axis=-1)
+    data = np.where(there, labels.data[tuple(np.moveaxis(found.clip(0, ends), -1, 0))], 0)
+    return torch.from_numpy(data.astype(np.int64))[None, None]
 
 
 def _with_one(features: Tensor) -> Tensor:

@@ -46,14 +46,15 @@ class Case:
 
     def through(self, initial: itk.WorldTransform, model: LoadedModel, place: torch.device) -> Case:
         """The same pair with another first guess."""
-        seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, initial)
-        f, m = prepare_pair(self.fixed, seen, model, place, fixed_mask=self.fixed_mask, moving_mask=mask)
-        return replace(self, f=f, m=m, initial=initial)
+        case = replace(self, initial=initial)
+        f, m = case.prepared_for(model, place)
+        return replace(case, f=f, m=m)
 
-    def prepared_for(self, model: LoadedModel, place: torch.device) -> tuple[Prepared, Prepared]:
-        """The fixed and the moving image as another model sees them, through the first guess if there is one."""
+    def prepared_for(self, model: LoadedModel, place: torch.device, *, masks: bool = True) -> tuple[Prepared, Prepared]:
+        """The fixed and the moving image as a model sees them, the latter through the first guess if there is one."""
         seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, self.initial)
-        return prepare_pair(self.fixed, seen, model, place, fixed_mask=self.fixed_mask, moving_mask=mask)
+        inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
+        return prepare_pair(self.fixed, seen, model, place, **inside)
 
 
 def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.device) -> Case:
@@ -103,10 +104,9 @@ def prepare_pair(
     to their grid.
     """
     scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
-    if model.voxel is None:
+    if model.voxel is None or model.grid is None:
         f, m = (scan.stretched(model.grid or scan.image.shape, device) for scan in scans)
     else:
-        assert model.grid is not None  # load_model sees to it
         shown = [scan.shown() for scan in scans]
         voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
         f, m = (scan.framed(model.grid, voxel, centre, device) for scan, (centre, _) in zip(scans, shown, strict=True))
@@ -250,7 +250,7 @@ class LoadedModel:
 
     network: RegistrationAlgorithm
     grid: tuple[int, ...] | None
-    """The grid it was trained on, if its file says so; each image is stretched to it."""
+    """The grid it was trained on, if its file says so; each image is stretched to it, unless there is a `voxel`."""
     facts: dict[str, Any]
     """Name, checksum and licence, for the report."""
     ct_range: tuple[float, float] = images.CT_RANGE
@@ -294,7 +294,7 @@ def load_model(
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
-    if voxel and (len(voxel) != 1 or voxel[0] <= 0 or not grid):
+    if voxel and (len(voxel) != 1 or not 0 < voxel[0] < np.inf or not grid):
         raise ValueError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
     network, ct_range = load(path, device=place), ct_range_of(about, path)
     return LoadedModel(network, grid or None, facts, ct_range, voxel[0] if voxel else None)

@@ -12,19 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg._checks import check_pair
+from carlreg._checks import check_finite, check_pair
 from carlreg.grids import interpolate, voxel_points
 from carlreg.images import resize
 from carlreg.losses import lncc
+from carlreg.precision import full_precision
 from carlreg.transforms import Affine
 
 TRIED = {2: 72, 3: 1500}
-"""Rotations, by dimension: in 3-D every rotation is within about 15° of one of them."""
+"""Rotations, by dimension: in space every rotation is within 20° of one of them."""
 COARSE, MIDDLE, FINE = 24, 32, 48
 """Voxels along the longest side: on which rotations are tried, refined, and judged."""
-KEPT = 12
-"""Rotations that are refined, besides none."""
-STEPS = 40
+KEPT, STEPS = 12, 40
+"""Rotations that are refined, besides none, and steps of gradient descent for that."""
+RATES = 0.04, 0.3
+"""Of a step: radians, and voxels of the middle grid."""
+WINDOW = 3.0
+"""Of the local correlation by which they are judged, in voxels of the fine grid."""
+TURNED, CLEARLY = 20.0, 0.02
+"""Degrees by which images are turned at least, and by how much more alike they must be that way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +44,15 @@ class Look:
     likeness: float
     """Of the images by that map: their local correlation, at most 1."""
     upright: float
-    """The same without any turn, the images' centres of mass laid onto one another."""
+    """The same by the best map found that turns by less than `TURNED`."""
+
+    @property
+    def turned(self) -> bool:
+        """Far enough to be worth turning back, and clearly more alike that way."""
+        return self.degrees >= TURNED and self.likeness > max(self.upright, 0.0) + CLEARLY
 
 
-@torch.no_grad()
+@full_precision
 def look(moving: Tensor, fixed: Tensor) -> Look:
     """The rigid map by which two images, (1, C, *shape), are most alike, whatever the angle. Voxels must be cubes, of
     the same size in both; what is not background should be in view. Takes seconds on a CPU.
@@ -50,26 +61,26 @@ def look(moving: Tensor, fixed: Tensor) -> Look:
     >>> seen.degrees
     """
     check_pair(moving, fixed)
+    check_finite(moving, "moving")
+    check_finite(fixed, "fixed")
     dim = fixed.dim() - 2
     if dim not in TRIED or len(fixed) != 1:
         raise ValueError(f"the images have shape {tuple(fixed.shape)}; expected one 2-D or 3-D image each")
-    # Coordinates are voxels of the full grid, from its middle.
-    rotations = torch.cat([torch.eye(dim)[None], many_rotations(TRIED[dim], dim)]).to(fixed)
-    pair = _Pair.of(moving, fixed, COARSE)
-    best = pair.correlation(rotations, pair.offsets(rotations)).topk(min(KEPT, len(rotations))).indices
-    rotations = torch.cat([rotations[:1], rotations[best]])
-    offsets = pair.offsets(rotations)
-    fine = _Pair.of(moving, fixed, FINE)
-    upright = fine.likeness(rotations[:1], offsets[:1])
-    rotations, offsets = _refine(_Pair.of(moving, fixed, MIDDLE), rotations, offsets)
-    alike = fine.likeness(rotations, offsets)
-    first = int(alike.argmax())
-    return Look(
-        _as_affine(rotations[first], offsets[first], moving, fixed),
-        math.degrees(float(_angle(rotations[first]))),
-        float(alike[first]),
-        float(upright),
-    )
+    with torch.inference_mode(False), torch.no_grad():
+        # The darkest is background, and weighs nothing.
+        moving, fixed = (image.detach().float() - image.amin() for image in (moving.clone(), fixed.clone()))
+        rotations = torch.cat([torch.eye(dim)[None], many_rotations(TRIED[dim], dim).float()]).to(fixed.device)
+        coarse, middle, fine = (_Pair.of(moving, fixed, side) for side in (COARSE, MIDDLE, FINE))
+        best = coarse.correlation(rotations, coarse.offsets(rotations)).topk(KEPT).indices
+        rotations = torch.cat([rotations[:1], rotations[best]])
+        offsets = coarse.offsets(rotations)
+        as_it_is = fine.likeness(rotations[:1], offsets[:1])
+        rotations, offsets = _refined(middle, rotations, offsets)
+        alike, degrees = fine.likeness(rotations, offsets), torch.rad2deg(_angle(rotations))
+        first = int(alike.argmax())
+        upright = torch.cat([as_it_is, alike[degrees < TURNED]]).amax()
+        transform = _as_affine(rotations[first], offsets[first], moving, fixed)
+        return Look(transform, float(degrees[first]), float(alike[first]), float(upright))
 
 
 def many_rotations(count: int, dim: int) -> Tensor:
@@ -104,8 +115,7 @@ class _Pair:
     def of(cls, moving: Tensor, fixed: Tensor, side: int) -> _Pair:
         longest = max(*moving.shape[2:], *fixed.shape[2:])
         small = [_shrunk(image, side / longest) for image in (moving, fixed)]
-        full = [torch.tensor([n - 1.0 for n in image.shape[2:]]).to(fixed) for image in (moving, fixed)]
-        return cls(small[0], small[1], (full[0], full[1]))
+        return cls(small[0], small[1], (_ends(moving), _ends(fixed)))
 
     def offsets(self, rotations: Tensor) -> Tensor:
         """Shifts by which each rotation takes the fixed image's centre of mass to the moving one's."""
@@ -124,44 +134,42 @@ class _Pair:
         moving = self.moving.expand(len(rotations), *self.moving.shape[1:])
         return interpolate(moving, found / self.sides[0] + 0.5, outside="zeros")
 
-    def correlation(self, rotations: Tensor, offsets: Tensor) -> Tensor:
-        """(B,): of all intensities."""
+    def correlation(self, rotations: Tensor, offsets: Tensor, together: int = 100) -> Tensor:
+        """(B,): of all intensities, so many maps at a time."""
         parts = []
-        for some, shifts in zip(rotations.split(100), offsets.split(100), strict=True):
+        fixed = self.fixed.flatten(1)
+        for some, shifts in zip(rotations.split(together), offsets.split(together), strict=True):
             warped = self.warped(some, shifts).flatten(1)
-            fixed = self.fixed.flatten(1)
             parts.append(F.cosine_similarity(warped - warped.mean(1, True), fixed - fixed.mean(1, True)))
         return torch.cat(parts)
 
     def likeness(self, rotations: Tensor, offsets: Tensor) -> Tensor:
         """(B,): of intensities in windows, which tells the inside of a head from its outline."""
         warped = self.warped(rotations, offsets)
-        return torch.stack([1 - lncc(one[None], self.fixed, sigma=3.0) for one in warped])
+        return torch.stack([1 - lncc(one[None], self.fixed, sigma=WINDOW) for one in warped])
 
 
-def _refine(pair: _Pair, rotations: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _refined(pair: _Pair, rotations: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Each map, turned and shifted so that intensities correlate best near it."""
     dim = rotations.shape[-1]
-    count = dim * (dim - 1) // 2
-    turns = torch.zeros(len(rotations), count).to(rotations).requires_grad_()
-    shifts = torch.zeros_like(offsets).requires_grad_()
-    voxel = float(pair.sides[1].max()) / max(pair.fixed.shape[2:])
-    optimizer = torch.optim.Adam([{"params": turns, "lr": 0.04}, {"params": shifts, "lr": 0.3 * voxel}])
+    turns = rotations.new_zeros(len(rotations), dim * (dim - 1) // 2, requires_grad=True)
+    shifts = torch.zeros_like(offsets, requires_grad=True)
+    voxel = float((pair.sides[1] / _ends(pair.fixed)).max())
+    optimizer = torch.optim.Adam([{"params": turns, "lr": RATES[0]}, {"params": shifts, "lr": RATES[1] * voxel}])
     with torch.enable_grad():
         for _ in range(STEPS):
             optimizer.zero_grad()
             turned = rotations @ _rotation(turns, dim)
             (-pair.correlation(turned, offsets + shifts).sum()).backward()
             optimizer.step()
-    return (rotations @ _rotation(turns, dim)).detach(), (offsets + shifts).detach()
+    return rotations @ _rotation(turns, dim), offsets + shifts
 
 
 def _rotation(vector: Tensor, dim: int) -> Tensor:
     """(B, dim, dim) of (B, dim (dim − 1) / 2) angles in the planes of two axes."""
-    upper = torch.triu_indices(dim, dim, 1)
-    skew = vector.new_zeros(len(vector), dim, dim).index_put(
-        (torch.arange(len(vector))[:, None], upper[0], upper[1]), vector
-    )
+    i, j = torch.triu_indices(dim, dim, 1, device=vector.device)
+    item = torch.arange(len(vector), device=vector.device)[:, None]
+    skew = vector.new_zeros(len(vector), dim, dim).index_put((item, i, j), vector)
     return torch.linalg.matrix_exp(skew - skew.mT)
 
 
@@ -173,12 +181,17 @@ def _angle(rotations: Tensor) -> Tensor:
 
 def _shrunk(image: Tensor, factor: float) -> Tensor:
     """On a coarser grid over the same unit cube."""
-    return resize(image, [max(4, round(n * factor)) for n in image.shape[2:]]) if factor < 1 else image
+    shape = [min(n, max(4, round(n * factor))) for n in image.shape[2:]]
+    return resize(image, shape) if factor < 1 else image
+
+
+def _ends(image: Tensor) -> Tensor:
+    """How many voxels the last one is from the first, along each axis; 1 where there is only one."""
+    return torch.tensor([float(max(n - 1, 1)) for n in image.shape[2:]], device=image.device)
 
 
 def _as_affine(rotation: Tensor, offset: Tensor, moving: Tensor, fixed: Tensor) -> Affine:
     """x ↦ R x + t of voxels from the middles, in unit coordinates."""
-    from_side, to_side = (torch.tensor([n - 1.0 for n in image.shape[2:]]).to(rotation) for image in (fixed, moving))
-    linear = rotation * from_side / to_side[:, None]
+    linear = rotation * _ends(fixed) / _ends(moving)[:, None]
     half = torch.full_like(offset, 0.5)
-    return Affine.from_parts(linear[None], (half + offset / to_side - linear @ half)[None])
+    return Affine.from_parts(linear[None], (half + offset / _ends(moving) - linear @ half)[None])

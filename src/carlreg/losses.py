@@ -162,8 +162,7 @@ def diffusion(displacement: Tensor) -> Tensor:
     Summed over directions, averaged over components and voxels: the squared Frobenius norm divided by D, to which
     the paper's λ belongs.
     """
-    if displacement.dim() < 3 or displacement.shape[1] != displacement.dim() - 2:
-        raise ValueError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
+    _check_displacement(displacement)
     total = displacement.new_zeros(())
     for axis in range(2, displacement.dim()):
         side = displacement.shape[axis]
@@ -178,7 +177,13 @@ def nearness(displacement: Tensor) -> Tensor:
     A network that sends all points to one has no slope of `diffusion` to leave that by, except at the image's border:
     ∇φ is constant. This one has, everywhere.
     """
+    _check_displacement(displacement)
     return displacement.square().sum(dim=1).mean()
+
+
+def _check_displacement(displacement: Tensor) -> None:
+    if displacement.dim() < 3 or displacement.shape[1] != displacement.dim() - 2:
+        raise ValueError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
 
 
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:

@@ -144,7 +144,7 @@ class Symmetrized(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         rotations = list(axis_rotations(self.dim, self.group))
         turned = [rotate_grid(image, *g) for g in rotations]
-        if len({one.shape for one in turned}) == 1:  # one batch keeps a GPU busier than one after another
+        if self.training and len({one.shape for one in turned}) == 1:  # one batch is faster, but takes more memory
             features = self.encoder(torch.cat(turned)).chunk(len(turned))
         else:
             features = [self.encoder(one) for one in turned]

@@ -54,11 +54,8 @@ FitTo = Literal["network", "attention"]
 FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
 LABELS = "warped_seg.nii.gz"
 """Written beside `FILES` where the moving image came with labels."""
-TURNED, CLEARLY = 20.0, 1.02
-"""Degrees by which scans are turned against each other at least, and how much more alike they must be that way, for
-`model="auto"` to turn one of them back."""
 LOOK_SIDE, LOOK_MM = 96, 2.0
-"""The grid of such a look, and its usual voxels."""
+"""The grid on which `model="auto"` looks whether scans are turned against each other, and its usual voxels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,12 +237,13 @@ def register(
     case = read_case(sources, loaded, place)
     clock.lap("reading")
 
-    given, looked = case.initial, None
+    given, seen = case.initial, None
     if loaded.looks:
         say("looking whether the scans are turned")
-        looked = _look(case, loaded, place)
-        if looked.turned:
-            guess = looked.world if given is None else itk.compose(given, looked.world, case.fixed)
+        seen, rigid = _look(case, loaded, place)
+        if seen.turned:
+            logger.info("the moving scan is turned back by %.0f°", seen.degrees)
+            guess = rigid if given is None else itk.compose(given, rigid, case.fixed)
             case = case.through(guess, loaded, place)
         clock.lap("look")
 
@@ -297,7 +295,7 @@ def register(
 
     settings = {
         "model": loaded.facts,
-        "look": None if looked is None else looked.told(),
+        "look": None if seen is None else _told(seen),
         "device": str(place),
         "transform": transform,
         "fit_to": None if transform == "deformable" else fit_to,
@@ -341,35 +339,23 @@ def _check_choices(
 # ---- whether the scans are turned -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Looked:
-    """What a look at the scans said, and the rigid map that it found, of the world."""
-
-    seen: Look
-    world: itk.WorldTransform
-
-    @property
-    def turned(self) -> bool:
-        """Far enough to be worth turning back, and clearly more alike that way."""
-        return self.seen.degrees >= TURNED and self.seen.likeness > CLEARLY * self.seen.upright
-
-    def told(self) -> dict[str, Any]:
-        return {
-            "degrees": round(self.seen.degrees, 1),
-            "likeness": round(self.seen.likeness, 4),
-            "likeness_upright": round(self.seen.upright, 4),
-            "turned_back": self.turned,
-        }
-
-
-def _look(case: Case, loaded: LoadedModel, place: torch.device) -> _Looked:
-    """At both scans with the same cubic voxels."""
+def _look(case: Case, loaded: LoadedModel, place: torch.device) -> tuple[Look, itk.WorldTransform]:
+    """At both scans with the same cubic voxels: what was seen, and the rigid map of the world."""
     common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM)
-    f, m = case.prepared_for(common, place)
+    f, m = case.prepared_for(common, torch.device("cpu") if place.type == "mps" else place, masks=False)
     seen = look(m.tensor, f.tensor)
     unit = np.eye(case.fixed.dim + 1)
     unit[:-1] = seen.transform.matrix[0].cpu().double().numpy()
-    return _Looked(seen, itk.WorldTransform.linear(m.image.unit_to_world() @ unit @ f.image.world_to_unit()))
+    return seen, itk.WorldTransform.linear(m.image.unit_to_world() @ unit @ f.image.world_to_unit())
+
+
+def _told(seen: Look) -> dict[str, Any]:
+    return {
+        "degrees": round(seen.degrees, 1),
+        "likeness": round(seen.likeness, 4),
+        "likeness_upright": round(seen.upright, 4),
+        "turned_back": seen.turned,
+    }
 
 
 # ---- the registration itself ----------------------------------------------------------------------------------------
@@ -474,13 +460,16 @@ def _optimize(
     """Over the weights or the fields, and over which: the fields where the GPU has no room for the weights. Without
     `steps`, each way takes its usual number."""
     options |= {"moving_mask": m.mask, "fixed_mask": f.mask}
+    given = options.pop("weight", None)
     if steps is not None:
         options["steps"] = steps
     if over == "weights":
+        weight = WEIGHT["weights"] if given is None else given
         try:
-            return instance_optimize(network, m.tensor, f.tensor, **options), over
+            return instance_optimize(network, m.tensor, f.tensor, weight=weight, **options), over
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
+    options["weight"] = WEIGHT["fields"] if given is None else given
     m_sides, f_sides = _field_sides(m, f)
     if f_sides != list(f.tensor.shape[2:]):  # scans so small that the network has seen all there is to see
         options |= SMALL

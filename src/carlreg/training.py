@@ -64,8 +64,6 @@ class Stage:
     rotate: bool = False
     """Train through `Augmented`, R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn from SO(D) at each step. What is saved
     is Φ."""
-    rotations_grow: int = 0
-    """Steps over which R and Q grow from none to any: an encoder that knows upright images learns turned ones then."""
     first_step_alone: bool = False
     """Leave the refinements out and as they are, and train what comes before them, Ξθ, alone."""
 
@@ -76,10 +74,6 @@ class Stage:
             half_cosine = 0.5 * (1 + math.cos(math.pi * step / max(self.steps, 1)))
             rate = self.final_learning_rate + (rate - self.final_learning_rate) * half_cosine
         return rate * min(1.0, (step + 1) / (self.warm_up + 1))
-
-    def share(self, step: int) -> float:
-        """How much of all rotations R and Q are drawn from at a step of this stage."""
-        return min(1.0, (step + 1) / self.rotations_grow) if self.rotations_grow else 1.0
 
 
 PAPER = (Stage(1_500, "diffusion"), Stage(50_000), Stage(50_000, refine=True))
@@ -182,8 +176,7 @@ def train(
             choice = torch.Generator().manual_seed(_mix(seed, number, step))
             drawn = [part.to(device, non_blocking=True) for part in draw(choice)]
             labels = _labels_of(drawn) if stage.label_weight else None
-            chance = _mix(seed, number, step) + 1
-            loss = runner(drawn[0], drawn[1], stage.rate(step), chance, labels, share=stage.share(step))
+            loss = runner(drawn[0], drawn[1], stage.rate(step), _mix(seed, number, step) + 1, labels)
             last = step + 1 == stage.steps
             if last or (step + 1) % log_every == 0:
                 state["skipped"] = before + int(runner.skipped)
@@ -222,7 +215,7 @@ def _labels_of(drawn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return drawn[2], drawn[3]
 
 
-def _rotations(moving: Tensor, fixed: Tensor, seed: int, share: float, team: Team) -> Tensor:
+def _rotations(moving: Tensor, fixed: Tensor, seed: int, team: Team) -> Tensor:
     """R of each moving and Q of each fixed image, (2B, D, D+1), as `both` wants them: one after the other."""
     if moving.shape != fixed.shape:
         raise ValueError(
@@ -230,7 +223,7 @@ def _rotations(moving: Tensor, fixed: Tensor, seed: int, share: float, team: Tea
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = [
-        random_rotation(image.shape[2:], team.size * len(image), like=image, generator=generator, share=share).matrix
+        random_rotation(image.shape[2:], team.size * len(image), like=image, generator=generator).matrix
         for image in (moving, fixed)
     ]
     return torch.cat([team.part(matrices) for matrices in drawn])
@@ -246,8 +239,7 @@ class TrainingStep:
     """One training step of a stage: losses, gradients and Adam, replayed as a CUDA graph where that is wanted.
 
     For loops other than `train`: call it with the images, the learning rate and a seed for what is random in the loss,
-    rotations among it, which are drawn from this `share` of all. `optimizer` is Adam's state to go on from. `skipped`
-    counts the steps that were left out.
+    rotations among it. `optimizer` is Adam's state to go on from. `skipped` counts the steps that were left out.
     """
 
     def __init__(
@@ -285,8 +277,6 @@ class TrainingStep:
         rate: float,
         seed: int,
         labels: tuple[Tensor, Tensor] | None = None,
-        *,
-        share: float = 1.0,
     ) -> Loss:
         if bool(self.stage.label_weight) != (labels is not None):
             raise ValueError(
@@ -297,7 +287,7 @@ class TrainingStep:
         self.generator.manual_seed(seed)
         given = {"moving": moving, "fixed": fixed}
         if self.stage.rotate:
-            given["rotations"] = _rotations(moving, fixed, seed, share, self.team)
+            given["rotations"] = _rotations(moving, fixed, seed, self.team)
         if labels is not None:
             given |= {"moving_labels": labels[0], "fixed_labels": labels[1]}
         if self.stream is None:

@@ -330,13 +330,11 @@ def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: f
 
 
 def random_rotation(
-    shape: Sequence[int], batch: int, *, like: Tensor, generator: torch.Generator | None = None, share: float = 1.0
+    shape: Sequence[int], batch: int, *, like: Tensor, generator: torch.Generator | None = None
 ) -> Affine:
-    """Rotations drawn uniformly from SO(D), about the centre of an image with isotropic voxels and these sides. With a
-    `share` below 1 they are no longer uniform but crowd about the identity, which is all that is left at 0."""
+    """Rotations drawn uniformly from SO(D), about the centre of an image with isotropic voxels and these sides."""
     dim = len(shape)
     gaussian = torch.randn(batch, dim, dim, dtype=torch.float64, generator=generator)
-    gaussian = share * gaussian + 2 * (1 - share) * torch.eye(dim, dtype=torch.float64)
     orthogonal, upper = torch.linalg.qr(gaussian)
     orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # makes QR's answer unique: Haar measure
     orthogonal[:, :, 0] *= torch.linalg.det(orthogonal).sign()[:, None]

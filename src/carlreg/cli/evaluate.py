@@ -125,7 +125,7 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     if source in (AUTO, *SHORT, *available()) or path.is_file():
         return evaluation.by_model(source, save=save, **options)
     raise ValueError(
-        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}) nor a "
+        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}, {AUTO}) nor a "
         f"baseline ({', '.join(BASELINES)}); expected one of these"
     )
 

@@ -21,7 +21,7 @@ def list_models() -> None:
 
     for name in sorted(available(), key=lambda name: (name != DEFAULT, name)):
         typer.echo(f"{name}\t{read_metadata(WEIGHTS / f'{name}.safetensors').get('licence', 'no licence given')}")
-    typer.echo(f"{AUTO}\tcarl-base, after a look whether the scans are turned against each other")
+    typer.echo(f"{AUTO}\t{DEFAULT}, after a look whether the scans are turned against each other")
 
 
 @models.command()

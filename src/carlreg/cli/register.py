@@ -262,7 +262,9 @@ def _one(
         if warped_out is not None:
             images.write(result.warped, warped_out, overwrite=overwrite)
     seconds = result.settings["seconds"]["total"]
-    say(f"{out or transform_out or warped_out}: {_summary(result.metrics)}{seconds:.0f} s", quiet)
+    look = result.settings["look"]
+    turned = f"turned back by {look['degrees']:.0f}°, " if look and look["turned_back"] else ""
+    say(f"{out or transform_out or warped_out}: {turned}{_summary(result.metrics)}{seconds:.0f} s", quiet)
     return {**result.metrics, "seconds": seconds}
 
 
