@@ -67,8 +67,7 @@ def look(moving: Tensor, fixed: Tensor) -> Look:
     if dim not in TRIED or len(fixed) != 1:
         raise ValueError(f"the images have shape {tuple(fixed.shape)}; expected one 2-D or 3-D image each")
     with torch.inference_mode(False), torch.no_grad():
-        # The darkest is background, and weighs nothing.
-        moving, fixed = (image.detach().float() - image.amin() for image in (moving.clone(), fixed.clone()))
+        moving, fixed = _from_0_to_1(moving.clone()), _from_0_to_1(fixed.clone())
         rotations = torch.cat([torch.eye(dim)[None], many_rotations(TRIED[dim], dim).float()]).to(fixed.device)
         coarse, middle, fine = (_Pair.of(moving, fixed, side) for side in (COARSE, MIDDLE, FINE))
         best = coarse.correlation(rotations, coarse.offsets(rotations)).topk(KEPT).indices
@@ -177,6 +176,12 @@ def _angle(rotations: Tensor) -> Tensor:
     """Of each rotation: its trace is 1 + 2 cos α in space, 2 cos α in the plane."""
     trace = rotations.diagonal(dim1=-2, dim2=-1).sum(-1)
     return ((trace - rotations.shape[-1] + 2) / 2).clamp(-1, 1).acos()
+
+
+def _from_0_to_1(image: Tensor) -> Tensor:
+    """The darkest is background, and weighs nothing."""
+    image = image.detach().float() - image.float().amin()
+    return image / image.amax().clamp(min=1e-9)
 
 
 def _shrunk(image: Tensor, factor: float) -> Tensor:
