@@ -647,10 +647,22 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     for network in ("rot", "CARL", "displacement"):
         rows.append(angle_row(f"{names[network]}, alone", sweep["network"][network], angles))
         rows.append(angle_row(f"{names[network]}, with 50 steps", sweep["optimised"][network], angles))
+    for name, words in TURNED.items():
+        found = experiment(f"rotation/results/turned-{name}.json")["rows"]
+        for plane in ("sagittal", "coronal", "axial"):
+            dice = {row["degrees"]: row["dice"] for row in found if row["plane"] == plane or not row["degrees"]}
+            cells = [f"{mean(dice[angle]):.3f}" if angle in dice else "" for angle in (0, 15, 30, 45, 60, 90, 135, 180)]
+            rows += [f"| {words}, {plane} | {' | '.join(cells)} |"] if len(dice) > 1 else []
     for network in ("carl-base", "gradicon"):
         planes = experiment(f"rotation/results/brain-{network}.json")["planes"]
         rows += [angle_row(f"{network}, {plane}", planes[plane], "0 15 30 45 60 90 180") for plane in planes]
     assert [line for line in page.splitlines() if re.match(r"\| (?!degrees)\w", line)] == rows
+    auto = experiment("rotation/results/turned-auto-optimised.json")["rows"]
+    (upright,) = (mean(row["dice"]) for row in auto if not row["degrees"])
+    turned = [mean(row["dice"]) for row in auto]
+    assert max(abs(value - upright) for value in turned) < 0.03
+    assert f"lies between {min(turned):.3f} and {max(turned):.3f} at every angle that was tried, {upright:.3f}" in page
+    assert all(told["turned_back"] == (row["degrees"] > 20) for row in auto for told in row["told"])
     (rot,) = of(runs, "rot")
     alone, optimised = ([mean(dice) for dice in found.values()] for found in (rot["dice"], sweep["optimised"]["rot"]))
     assert f"between {min(alone):.3f} and {max(alone):.3f} at every angle" in page
@@ -658,6 +670,15 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     assert f"between {min(alone):.2f} and {max(alone):.2f} at every angle" in read("experiments/README.md")
     (outside,) = of(runs, "outside")
     assert all(mean(outside["dice"][angle]) < mean(runs["unregistered"][angle]) for angle in outside["dice"])
+
+
+TURNED = {
+    "base-optimised": "carl-base",
+    "auto-optimised": "auto",
+    "gradicon-optimised": "GradICON",
+    "ANTs": "ANTs SyNQuick",
+}
+"""Whole registrations of turned brains, and what the page calls them."""
 
 
 def test_the_page_about_carl_base_says_what_the_files_say() -> None:
