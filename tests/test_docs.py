@@ -745,7 +745,8 @@ SMALL: list[dict[str, float]] = [
     {"side": 48, "levels": 2},
     {"side": 48, "levels": 1},
     {"side": 48, "levels": 1, "window": 1.5, "weight": 0.75},
-    {"side": 48, "levels": 1, "learning_rate": 0.25, "window": 1.5, "weight": 0.75},
+    *({"side": 48, "levels": 1, "learning_rate": rate, "window": 1.5, "weight": 0.75} for rate in (0.25, 0.1)),
+    {"side": 48, "levels": 1, "learning_rate": 0.1, "steps": 10, "window": 1.5, "weight": 0.75},
 ]
 """The same of its table about small scans."""
 

@@ -583,6 +583,7 @@ def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
     return data.contiguous()
 
 
+@full_precision
 def frame(data: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Tensor:
     """Another grid of voxels, `step` of the old ones apart, with its middle at the fractional index `centre`:
     (B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser, 0 where the image ends.

@@ -46,8 +46,8 @@ Way = Literal["weights", "fields"]
 USUAL: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 WEIGHT: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
 """Of the regulariser, where none is given."""
-SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.25}
-"""How the fields of small scans are optimised, more gently than others: no coarser grids, a quarter of a voxel at a
+SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.1}
+"""How the fields of small scans are optimised, more gently than others: no coarser grids, a tenth of a voxel at a
 time."""
 Kind = Literal["deformable", "affine", "rigid"]
 FitTo = Literal["network", "attention"]
