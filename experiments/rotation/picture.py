@@ -66,7 +66,11 @@ def main() -> None:
         # In units of the image, to count folds.
         points = torch.from_numpy((found - index) / (np.array(f.shape) - 1)).movedim(-1, 0)[None].float()
         angle = in_plane(found[..., middle, :2], f.data[..., middle] > FOREGROUND)
-        rows[name] = {"folds_percent": folding(DisplacementField(points), fixed), "degrees": angle, **told}
+        rows[name] = {
+            "folds_percent": folding(DisplacementField(points), fixed),
+            "grid_turned_by": angle,
+            "look": told or None,
+        }
         print(name, rows[name], flush=True)
         shown = (m.data, f.data, warped, np.abs(warped - f.data))
         for plot, what, volume in zip(row, ("moving", "fixed", "warped", "difference"), shown, strict=False):
