@@ -293,9 +293,9 @@ def registration_loss(
 
     φ_AB = Φ[M, F] and φ_BA = Φ[F, M], as `both` returns them. "gradicon" penalises ∇(φ_AB ∘ φ_BA) − I over the moving
     image; "diffusion", for the first steps of training, ∇φ_AB − I; "nearness", likewise and not in the paper, both
-    displacements themselves. Both maps are evaluated once, at the voxels, and
-    GradICON reads them off there, interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel
-    jittered by one voxel's noise and at D points beside it, as the authors do: an order of magnitude slower.
+    displacements themselves. Both maps are evaluated once, at the voxels, and GradICON reads them off there,
+    interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel jittered by one voxel's noise and at D
+    points beside it, as the authors do: an order of magnitude slower.
 
     `labels` are what is known of the moving and of the fixed image, (B, K, *shape) each, from 0 to 1 for each of K
     structures: `label_loss`, both ways, is added with its weight. The paper does without.

@@ -181,15 +181,15 @@ def register(
 ) -> Registration:
     """Register two images: paths, SimpleITK or nibabel images, `carlreg.images.Image`, or arrays.
 
-    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first,
-    by trying many rotations, whether the images are turned against each other; if they are, carl-base sees the moving
-    one turned back. After the network's answer,
-    `io_iterations` steps of instance optimisation follow: over the network's weights, as in the paper (50 by default,
-    where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more on coarser grids); 0
-    leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON in the optimisation:
-    1.5 by default over the weights, as in training, and 0.75 over the fields.
-    Where the images, laid onto one another box by box, match better than by the network's answer, that is what the
-    optimisation starts from, unless `allow_identity` is False.
+    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first, by trying many
+    rotations, whether the images are turned against each other; if they are, carl-base sees the moving one turned back.
+
+    After the network's answer, `io_iterations` steps of instance optimisation follow: over the network's weights, as in
+    the paper (50 by default, where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more
+    on coarser grids); 0 leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON:
+    1.5 by default over the weights, as in training, and 0.75 over the fields. Where the images, laid onto one another
+    box by box, match better than by the network's answer, that is what the optimisation starts from, unless
+    `allow_identity` is False.
 
     "rigid" and "affine" are closed-form robust least squares, in millimetres, to the network's dense answer where the
     fixed image is not background; with `fit_to="attention"` to the matches of its coordinate attention alone, weighted
@@ -499,12 +499,6 @@ def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) ->
 
 def _fit_to_attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared, kind: Kind) -> itk.WorldTransform:
     """The rigid or affine map closest to where coordinate attention points, each match weighted by 1 / its variance."""
-    return _fit(*_attention(network, m, f), m, f, kind)
-
-
-def _attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared) -> tuple[Tensor, Tensor, Tensor]:
-    """Points of the fixed image, their matches in the moving one, (1, N, D) in unit coordinates, and how sure each is:
-    1 / its variance in mm², or 0 where the fixed image is background."""
     with mixed_precision(m.tensor.device):
         matches = coordinate_matches(network, m.tensor, f.tensor)
     if matches is None:
@@ -513,7 +507,7 @@ def _attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared) -> tupl
     to_world = torch.from_numpy(m.image.unit_to_world()[:-1, :-1])
     variance = torch.einsum("ij,bnjk,ik->bn", to_world, covariance.double(), to_world)
     least = float(np.mean(m.image.spacing)) ** 2  # nothing is surer than a voxel
-    return points, targets, _foreground(f, points) / variance.clamp(min=least)
+    return _fit(points, targets, _foreground(f, points) / variance.clamp(min=least), m, f, kind)
 
 
 def _foreground(f: Prepared, points: Tensor) -> Tensor:
