@@ -106,6 +106,7 @@ def main() -> None:
         validate_every=arguments.validate_every,
         save_every=arguments.validate_every,
         seconds=arguments.seconds,
+        graphs=False if arguments.no_graphs else None,
         callback=show,
     )
     final = on_dev(model)
@@ -159,6 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--width", type=int, default=64, help="of the encoder")
     parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
+    parser.add_argument("--no-graphs", action="store_true", help="steps are not replayed as CUDA graphs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
 
