@@ -16,9 +16,12 @@ from carlreg import (
     registration_loss,
     xi,
 )
-from carlreg.networks import UNet, normalize
+from carlreg.look import look
+from carlreg.networks import Encoder, UNet, normalize
 from carlreg.precision import mixed_precision
+from carlreg.synthesis import random_anatomy
 from carlreg.training import Stage, TrainingStep
+from carlreg.transforms import random_rotation, warp
 
 pytestmark = pytest.mark.gpu
 
@@ -124,10 +127,10 @@ def test_training_is_deterministic_where_asked(rotations: bool) -> None:
 def test_graphs_change_no_step_with_rotations(regularity: str) -> None:
     """Each step turns the images anew, with rotations that the captured graph finds in its inputs."""
     moving, fixed = smooth_images(64, 64, batch=8).split(4)
-    start = carl_rot(2, 2, width=16, **NARROW).state_dict()
+    start = carl_rot(2, 2, width=16, handed=4, **NARROW).state_dict()
     losses = []
     for graphs in (False, True):
-        model = carl_rot(2, 2, width=16, **NARROW)
+        model = carl_rot(2, 2, width=16, handed=4, **NARROW)
         model.load_state_dict(start)
         stage = Stage(8, regularity, rotate=True)
         step = TrainingStep(model.cuda().train(), stage, device=moving.device, graphs=graphs)
@@ -135,6 +138,31 @@ def test_graphs_change_no_step_with_rotations(regularity: str) -> None:
         assert (step.graph is not None) == graphs
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert len(set(losses[1])) == 8
+
+
+def test_a_look_sees_the_same_on_the_gpu() -> None:
+    shape = (48, 48, 48)
+    made = random_anatomy(shape, generator=torch.Generator().manual_seed(3), body=(0.3, 0.4), shift=0.03)
+    turned = warp(made.moving, random_rotation(shape, 1, like=made.moving), like=made.moving, outside="zeros")
+    here, there = look(turned, made.fixed), look(turned.cuda(), made.fixed.cuda())
+    assert there.transform.matrix.is_cuda
+    assert there.turned == here.turned
+    assert there.degrees == pytest.approx(here.degrees, abs=1.0)
+    assert there.likeness == pytest.approx(here.likeness, abs=0.01)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_sides_are_the_same_in_half_precision(width: int) -> None:
+    """Determinants are taken in float32, whatever the features are in."""
+    torch.manual_seed(0)
+    encoder = Encoder(3, width=width, dilations=(1, 2, 4, 8), handed=5).cuda().eval()
+    image = smooth_images(24, 24, 24)
+    with torch.no_grad():
+        exact = encoder(image)
+        with mixed_precision(image.device):
+            fast = encoder(image)
+    off = (fast.float() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert off.mean() < 0.02
 
 
 def test_instance_optimisation_on_the_gpu() -> None:

@@ -19,7 +19,8 @@ from carlreg.images import Image, map_points
 from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
 from carlreg.look import TRIED, look, many_rotations
 from carlreg.losses import diffusion, lncc, nearness
-from carlreg.models import carl_rot, save
+from carlreg.models import carl_rot, load, save
+from carlreg.networks import Encoder, Handedness, axis_rotations, determinant, rotate_grid
 from carlreg.registration import ClosedFormXi
 from carlreg.synthesis import random_anatomy
 from carlreg.transforms import Identity, about_centre, random_rotation, warp
@@ -117,6 +118,61 @@ def test_nearness_has_a_slope_where_all_points_go_to_one_and_diffusion_has_none(
     (slope,) = torch.autograd.grad(nearness(to_one_point), to_one_point)
     assert (slope[inside] * to_one_point[inside]).sum() > 0
     assert nearness(torch.tensor([3.0, 4.0, 0.0]).reshape(1, 3, 1, 1, 1).expand(1, 3, 2, 2, 2)) == 25
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_determinants_are_determinants(dim: int) -> None:
+    matrices = torch.randn(50, dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(dim))
+    assert torch.allclose(determinant(matrices), torch.linalg.det(matrices))
+
+
+def sides_of(features: torch.Tensor) -> torch.Tensor:
+    """What `Handedness` adds to the first channel, one determinant as it is."""
+    dim = features.dim() - 2
+    layer = Handedness(dim, features.shape[1], count=1).double().eval()
+    torch.nn.init.ones_(layer.mix.weight)
+    torch.nn.init.zeros_(layer.mix.bias)
+    return (layer(features) - features)[:, :1]
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_sides_of_linear_features_are_their_determinant(dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slopes = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
+    places = torch.stack(torch.meshgrid(*[torch.arange(9, dtype=torch.float64)] * dim, indexing="ij"))
+    features = torch.einsum("cd,d...->c...", slopes, places)[None]
+    inside = (0, 0, *[slice(2, -2)] * dim)
+    # Differences are over two voxels to either side, so twice the slopes; 1e-5 is BatchNorm's.
+    assert torch.allclose(sides_of(features)[inside], 2**dim * torch.linalg.det(slopes), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_sides_turn_with_the_image_and_change_sign_in_a_mirror(dim: int) -> None:
+    features = torch.randn(1, dim, *[7] * dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sides = sides_of(features)
+    for turn in axis_rotations(dim, "quarter"):
+        assert torch.allclose(sides_of(rotate_grid(features, *turn)), rotate_grid(sides, *turn))
+    assert torch.allclose(sides_of(features.flip(2)), -sides.flip(2))
+    assert sides.abs().max() > 0.1
+
+
+def test_an_encoder_with_sides_reaches_as_far_as_it_says_and_is_kept_in_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = Encoder(2, width=8, blocks=2, dilations=(1, 2), handed=4).double().eval()
+    image = torch.rand(1, 1, 41, 41, dtype=torch.float64)
+    other = image.clone()
+    other[0, 0, 20, 20] += 1
+    rows, columns = (encoder(image) - encoder(other)).detach().abs().amax(dim=(0, 1)).nonzero().T
+    assert encoder.reach == 1 + 2 * 3 + 2
+    assert (int(rows.min()), int(rows.max())) == (20 - encoder.reach, 20 + encoder.reach)
+    assert (int(columns.min()), int(columns.max())) == (20 - encoder.reach, 20 + encoder.reach)
+    model = carl_rot(2, 2, width=8, handed=2, unet_down=(4, 4), unet_up=(4, 4)).eval()
+    save(model, tmp_path / "model.safetensors")
+    again = load(tmp_path / "model.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert len(list(model.parameters())) == len(list(again.parameters()))
+    with pytest.raises(ValueError, match="3 determinants of 3 channels each take more than the 8 there are"):
+        Encoder(3, width=8, handed=3)
 
 
 # ---- a look ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from train import Data, add_arguments, show, start_from  # type: ignore[import-n
 
 UNETS: dict[str, Any] = {"unet_down": (16, 32, 64, 64, 64), "unet_up": (64, 64, 48, 32, 16)}
 """With an encoder 64 wide, 4.70 M parameters: 9.0 MiB of half floats."""
+HANDED = 16
+"""Determinants in the encoder that tell left from right."""
 FIRST = {"diffusion": 10.5, "nearness": 50.0}
 """Regularisers of the first stage with their weights. With diffusion, the paper's, nothing moved in 800 steps: all
 points went to one, which it has no slope to leave by."""
@@ -63,7 +65,7 @@ def main() -> None:
     if arguments.model is not None:
         model = start_from(arguments.model, device)
     else:
-        model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
+        model = carl_rot(3, 2, width=arguments.width, handed=HANDED, **UNETS).to(device)
         common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
         common |= {"label_weight": arguments.label_weight}
         weight = FIRST[arguments.first]

@@ -5,8 +5,8 @@
 
 Two training brains, which lie in one frame about as well as an affine registration lays them, are seen through affine
 maps of their own: M ∘ P and F ∘ S, each a rotation drawn uniformly from SO(3), a little sheared, scaled and shifted.
-What F ∘ S shows at y, M ∘ P shows at P⁻¹(S(y)). The loss is the cross-entropy between the attention of a voxel y and the
-weights that interpolate linearly at that place, whose centre of mass is the place itself. It takes the place of the
+What F ∘ S shows at y, M ∘ P shows at P⁻¹(S(y)). The loss is the cross-entropy between the attention of a voxel y and
+the weights that interpolate linearly at that place, whose centre of mass is the place itself. It stands in for the
 paper's first stage, diffusion on Ξ alone, which from a fresh start sends all points to one.
 
 The encoder is not averaged over half turns here: it meets all rotations anyway, and this is four times as fast. Writes
@@ -38,7 +38,7 @@ from carlreg.transforms import Affine, Transform, compose, random_rotation, warp
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
-from brain import UNETS  # type: ignore[import-not-found]
+from brain import HANDED, UNETS  # type: ignore[import-not-found]
 from train import Data, add_arguments  # type: ignore[import-not-found]
 
 PADDING = 4
@@ -53,10 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(steps=4000, rate=1e-3, final_rate=1e-5, pairs=8)
+    parser.add_argument("--handed", type=int, default=HANDED, help="determinants in the encoder that tell the sides")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    model = carl_rot(3, 2, width=arguments.width, **UNETS).to(device)
+    model = carl_rot(3, 2, width=arguments.width, handed=arguments.handed, **UNETS).to(device)
     xi = coordinate_attention_of(model)
     assert isinstance(xi.encoder, Symmetrized)
     alone = CoordinateAttention(xi.encoder.encoder, PADDING, xi.length)
@@ -84,7 +85,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if (step + 1) % 50 == 0:
-            entry: dict[str, Any] = {"step": step + 1, "loss": float(loss.detach()), "seconds": time.monotonic() - start}
+            passed = round(time.monotonic() - start, 1)
+            entry: dict[str, Any] = {"step": step + 1, "loss": float(loss.detach()), "seconds": passed}
             if (step + 1) % arguments.validate_every == 0:
                 entry |= {"dev_" + what: value for what, value in errors(first_step(model), kept_back).items()}
             print(entry, flush=True)

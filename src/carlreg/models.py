@@ -59,13 +59,15 @@ def carl_rot(
     width: int = 128,
     length: float = 4.0,
     group: Literal["pi", "quarter"] = "pi",
+    handed: int = 0,
     unet_down: Sequence[int] = UNET_DOWN,
     unet_up: Sequence[int] = UNET_UP,
 ) -> RegistrationAlgorithm:
     """CARL{ROT}: CARL with an encoder that reaches further (dilation 8) and is averaged over rotations of the grid
-    ("pi" as in the paper, or "quarter"), and with fields continued beyond the image by mirroring.
+    ("pi" as in the paper, or "quarter"), and with fields continued beyond the image by mirroring. With `handed`, its
+    encoder is told left from right (`Handedness`), which it otherwise has to learn.
     """
-    encoder = Symmetrized(Encoder(dim, channels, width, dilations=(1, 2, 4, 8)), group)
+    encoder = Symmetrized(Encoder(dim, channels, width, dilations=(1, 2, 4, 8), handed=handed), group)
     xi = CoordinateAttention(encoder, length=length, extrapolate="mirror")
     return _refined(xi, refinements, dim, channels, unet_down, unet_up)
 

@@ -94,10 +94,52 @@ class ResidualBlock(nn.Module):
         return convolve(self.convs[-1], change, add=features)
 
 
+class Handedness(nn.Module):
+    """Adds to features what tells a body's left from its right: det(∇a, ∇b, ∇c) of their own channels a, b, c.
+
+    An encoder that gives a place the same features however the body is turned knows how deep it lies, how far up and how
+    far in front, but not on which side: in a body that is its own mirror image, the sides differ by a reflection alone.
+    Three gradients turn with the body, and their determinant stays; mirrored, it changes its sign. `count` determinants
+    of D channels each are taken, from differences over `distance` voxels to either side, and mixed into all channels.
+    """
+
+    def __init__(self, dim: int, width: int, count: int, distance: int = 2) -> None:
+        super().__init__()
+        if dim * count > width:
+            raise ValueError(f"{count} determinants of {dim} channels each take more than the {width} there are")
+        self.dim, self.count, self.distance = dim, count, distance
+        self.norm = batch_norm(dim)(count)
+        self.mix = conv(dim)(count, width, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        parts = features[:, : self.dim * self.count].float().unflatten(1, (self.count, self.dim))
+        gradients = torch.stack([_difference(parts, 3 + axis, self.distance) for axis in range(self.dim)], dim=3)
+        sides = normalize(self.norm, determinant(gradients.movedim((2, 3), (-2, -1))))
+        return channels_last(features + self.mix(sides.to(features.dtype)))
+
+
+def _difference(values: Tensor, axis: int, distance: int) -> Tensor:
+    """(v(x + d) − v(x − d)) / 2 along an axis, zeros beyond its ends."""
+    ends = (0, 0) * (values.dim() - 1 - axis) + (distance, distance)
+    padded, side = F.pad(values, ends), values.shape[axis]
+    return (padded.narrow(axis, 2 * distance, side) - padded.narrow(axis, 0, side)) / 2
+
+
+def determinant(matrices: Tensor) -> Tensor:
+    """Of (..., D, D) for D up to 3, written out: quicker by far than a factorisation of each."""
+    rows = matrices.unbind(-2)
+    if len(rows) == 1:
+        return rows[0][..., 0]
+    if len(rows) == 2:
+        return rows[0][..., 0] * rows[1][..., 1] - rows[0][..., 1] * rows[1][..., 0]
+    return (rows[0] * torch.linalg.cross(rows[1], rows[2])).sum(dim=-1)
+
+
 class Encoder(Network):
     """Conv_θ of Ξθ: a feature vector for every voxel, at the image's own resolution, so integer shifts pass through.
 
-    A voxel's features depend on its neighbours up to `reach` voxels away.
+    A voxel's features depend on its neighbours up to `reach` voxels away. With `handed`, so many determinants are mixed
+    in before the last block (`Handedness`); the paper has none.
     """
 
     def __init__(
@@ -107,20 +149,24 @@ class Encoder(Network):
         width: int = 128,
         blocks: int = 3,
         dilations: Sequence[int] = (1, 2, 4),
+        handed: int = 0,
     ) -> None:
         super().__init__()
-        self.dim, self.channels, self.width = check_dimension(dim), channels, width
+        self.dim, self.channels, self.width, self.handed = check_dimension(dim), channels, width, handed
         self.dilations = tuple(dilations)
         self.stem = conv(dim)(channels, width, 3, padding="same")
         self.blocks = nn.ModuleList(ResidualBlock(dim, width, self.dilations) for _ in range(blocks))
+        self.sides = Handedness(dim, width, handed) if handed else None
 
     @property
     def reach(self) -> int:
-        return 1 + len(self.blocks) * sum(self.dilations)
+        return 1 + len(self.blocks) * sum(self.dilations) + (self.sides.distance if self.sides else 0)
 
     def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
         features = channels_last(convolve(self.stem, network_input(image), relu=True))
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if self.sides is not None and number + 1 == len(self.blocks):
+                features = self.sides(features)
             features = block(features)
         return features
 
