@@ -111,9 +111,8 @@ def coordinate_attention_of(model: RegistrationAlgorithm) -> CoordinateAttention
     return part
 
 
-def views(scans: Tensor, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Transform]:
-    """Two brains of each pair, (B, 1, *shape) each, perhaps both mirrored, and where in the first lies what the second
-    shows."""
+def views(scans: Tensor, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Affine, Affine]:
+    """Two brains of each pair, M ∘ P and F ∘ S, (B, 1, *shape) each, perhaps both mirrored; and P and S."""
     chosen = torch.stack([torch.randperm(len(scans), generator=generator)[:2] for _ in range(pairs)]).to(scans.device)
     first, second = (view(scans.shape[2:], pairs, scans, generator) for _ in range(2))
     mirrored = (torch.rand(pairs, 1, 1, 1, 1, generator=generator) < 0.5).to(scans.device)
@@ -122,30 +121,30 @@ def views(scans: Tensor, pairs: int, generator: torch.Generator) -> tuple[Tensor
         gamma = torch.exp(0.25 * torch.randn(pairs, 1, 1, 1, 1, generator=generator)).to(scans.device)
         brain = torch.where(mirrored, scans[index].flip(2), scans[index])
         seen.append(warp(brain, by, like=scans, outside="zeros").clamp(1e-4, 1) ** gamma)
-    return seen[0], seen[1], compose(first.inverse(), second)
+    return seen[0], seen[1], first, second
 
 
-def view(shape: torch.Size, count: int, like: Tensor, generator: torch.Generator) -> Transform:
+def view(shape: torch.Size, count: int, like: Tensor, generator: torch.Generator) -> Affine:
     """A rotation about the middle, then a little of any linear map, and a shift."""
     linear = torch.eye(3) + 0.04 * torch.randn(count, 3, 3, generator=generator)
     shift = 0.04 * torch.randn(count, 3, generator=generator)
-    centre = torch.full((3,), 0.5)
-    noise = Affine.from_parts(linear, centre - linear @ centre + shift).to(like)
-    return compose(noise, random_rotation(shape, count, like=like, generator=generator))
+    linear = linear.to(like) @ random_rotation(shape, count, like=like, generator=generator).linear
+    centre = torch.full((3,), 0.5).to(like)
+    return Affine.from_parts(linear, centre - linear @ centre + shift.to(like))
 
 
 def matching_loss(
-    xi: CoordinateAttention, first: Tensor, second: Tensor, to_first: Transform, generator: torch.Generator
+    xi: CoordinateAttention, moving: Tensor, fixed: Tensor, p: Affine, s: Affine, generator: torch.Generator
 ) -> Tensor:
-    """Both ways, averaged."""
-    batch = len(first)
-    coarse = pool(pool(torch.cat([first, second])))
+    """Of the attention of M ∘ P and F ∘ S to each other, both ways, averaged."""
+    batch = len(moving)
+    coarse = pool(pool(torch.cat([moving, fixed])))
     with mixed_precision(coarse.device):
         features = xi.features(coarse)
     features = xi.length * F.normalize(features.float(), dim=-1)
     here, there = features[:batch], features[batch:]
-    one_way = cross_entropy(xi, here, there, to_first, coarse, generator)
-    return (one_way + cross_entropy(xi, there, here, to_first.inverse(), coarse, generator)) / 2
+    one_way = cross_entropy(xi, here, there, compose(p.inverse(), s), coarse, generator)
+    return (one_way + cross_entropy(xi, there, here, compose(s.inverse(), p), coarse, generator)) / 2
 
 
 def cross_entropy(
@@ -181,12 +180,12 @@ def errors(xi: RegistrationAlgorithm, scans: Tensor) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     apart = []
     for _ in range(6):
-        moving, fixed, right = views(scans, 1, generator)
+        moving, fixed, p, s = views(scans, 1, generator)
         with mixed_precision(scans.device):
             phi = xi(moving, fixed)
         points = voxel_points(fixed)[:, ::4, ::4, ::4]
         inside = fixed[:, 0, ::4, ::4, ::4] > 0.05
-        off = (phi(points) - right(points))[inside] * WIDE
+        off = (phi(points) - p.inverse()(s(points)))[inside] * WIDE
         apart.append(off.square().sum(dim=-1).sqrt())
     xi.train(was)
     every = torch.cat(apart)

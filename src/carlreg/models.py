@@ -192,13 +192,13 @@ def save(
     """
     from safetensors.torch import save as to_bytes
 
-    tensors = {
-        name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
-        for name, tensor in model.state_dict().items()
-    }
-    for name, tensor in tensors.items():
+    tensors = {}
+    for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} holds values that are not finite in {tensor.dtype}; the file was not written")
+            raise ValueError(f"{name} holds values that are not finite; the file was not written")
+        narrow = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        # A variance may be too large for half floats: it stays as it is.
+        tensors[name] = (narrow if bool(torch.isfinite(narrow).all()) else tensor).contiguous().cpu()
     header = {**(metadata or {}), "format": FORMAT, "architecture": json.dumps(describe(model))}
     write_atomically(path, to_bytes(tensors, header))
 
@@ -273,7 +273,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 WEIGHTS = Path(__file__).parent / "weights"
 DEFAULT = "carl-base"
-SHORT = {"default": DEFAULT, "base": "carl-base"}
+SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}
 """Other names of the package's models."""
 
 

@@ -97,9 +97,9 @@ class ResidualBlock(nn.Module):
 class Handedness(nn.Module):
     """Adds to features what tells a body's left from its right: det(∇a, ∇b, ∇c) of their own channels a, b, c.
 
-    An encoder that gives a place the same features however the body is turned knows how deep it lies, how far up and how
-    far in front, but not on which side: in a body that is its own mirror image, the sides differ by a reflection alone.
-    Three gradients turn with the body, and their determinant stays; mirrored, it changes its sign. `count` determinants
+    Features that stay the same however a body is turned say how deep a place lies, how far up and how far in front, but
+    hardly on which side: where a body is its own mirror image, its sides differ by a reflection alone. The gradients of
+    such features turn with the body, and their determinant stays; in a mirror it changes its sign. `count` determinants
     of D channels each are taken, from differences over `distance` voxels to either side, and mixed into all channels.
     """
 
@@ -138,8 +138,8 @@ def determinant(matrices: Tensor) -> Tensor:
 class Encoder(Network):
     """Conv_θ of Ξθ: a feature vector for every voxel, at the image's own resolution, so integer shifts pass through.
 
-    A voxel's features depend on its neighbours up to `reach` voxels away. With `handed`, so many determinants are mixed
-    in before the last block (`Handedness`); the paper has none.
+    A voxel's features depend on its neighbours up to `reach` voxels away. With `handed`, so many determinants of what
+    comes out are added to it (`Handedness`); the paper has none.
     """
 
     def __init__(
@@ -164,11 +164,9 @@ class Encoder(Network):
 
     def forward(self, image: Tensor) -> Tensor:  # (B, C, *shape) → (B, width, *shape)
         features = channels_last(convolve(self.stem, network_input(image), relu=True))
-        for number, block in enumerate(self.blocks):
-            if self.sides is not None and number + 1 == len(self.blocks):
-                features = self.sides(features)
+        for block in self.blocks:
             features = block(features)
-        return features
+        return features if self.sides is None else self.sides(features)
 
 
 class Symmetrized(nn.Module):
