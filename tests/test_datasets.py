@@ -202,6 +202,35 @@ def test_headers_are_heeded(tmp_path: Path) -> None:
     assert one.digest == other.digest
 
 
+def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:
+    """Two scans of one body, with other voxels, fields of view and axes, become the same cube."""
+    spacings, corners, sides = [(1.0, 1.5, 2.0), (1.4, 1.0, 1.0)], [(-20, -25, -30), (-35, -30, -24)], (60, 62, 58)
+    made = []
+    for number, (spacing, corner) in enumerate(zip(spacings, corners, strict=True)):
+        affine = np.diag([*spacing, 1.0]) * np.array([[-1] if number else [1], [1], [1], [1]])
+        affine[:3, 3] = np.array(corner) * np.array([-1 if number else 1, 1, 1])
+        world = images.map_points(affine, np.moveaxis(np.indices(sides), 0, -1))
+        away = np.linalg.norm((world - (5.0, 8.0, 3.0)) / (14.0, 20.0, 11.0), axis=-1)
+        body, part = (200 * np.clip(1.5 - away, 0, 1)).astype(np.float32), (away < 0.8).astype(np.uint8)
+        for data, name in ((body, f"s{number}.nii.gz"), (part, f"l{number}.nii.gz")):
+            images.write(images.Image(data, affine), tmp_path / name)
+        made.append(Case(tmp_path / f"s{number}.nii.gz", tmp_path / f"l{number}.nii.gz"))
+    one, other = prepare(made, (40, 40, 40), tmp_path / "cache", voxel=1.6)
+    assert one.size == other.size == pytest.approx((1.6 * 39,) * 3)
+    # Up to the half voxel of a scan by which the middles of their boxes may differ.
+    assert (one.image.float() - other.image.float()).abs().mean() < 0.15 * one.image.float().mean()
+    assert one.labels is not None
+    assert other.labels is not None
+    volume = 4 / 3 * np.pi * np.prod([0.8 * 14, 0.8 * 20, 0.8 * 11])
+    for case in (one, other):
+        assert int(case.labels.sum()) * 1.6**3 == pytest.approx(volume, rel=0.05)
+        middle = images.map_points(np.array(case.world_to_unit), [5.0, 8.0, 3.0])
+        assert np.abs(middle - 0.5).max() < 0.03
+    assert not torch.equal(one.image, prepare(made, (40, 40, 40), tmp_path / "cache")[0].image)
+    with pytest.raises(DatasetError, match=r"40 voxels of 0\.5 mm are 20 mm; expected it to fit: take larger voxels"):
+        prepare(made, (40, 40, 40), tmp_path / "cache", voxel=0.5)
+
+
 def test_the_cache_notices_what_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = write(tmp_path / "a.nii.gz")
     case, folder = Case(image), tmp_path / "cache"

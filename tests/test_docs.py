@@ -684,7 +684,8 @@ TURNED = {
 def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     page, index = read("experiments/base/README.md"), read("experiments/README.md")
     files = {"carl-base": "", "GradICON, 10.1 M parameters": "-grad", "CARL without abdomens": "-left"}
-    files |= {"carl-base 3": "-4", "carl-base 3 with Ψ3": "-refine"}
+    files |= {"carl-base 3": "-4", "carl-base 3 with Ψ3": "-refine", "carl-base 2": "-3"}
+    files |= {"GradICON after its first run": "-grad-1"}
     scores = {name: experiment(f"base/results/scores{end}.json")["val"]["network"] for name, end in files.items()}
     shown = {}
     for name, found in scores.items():

@@ -589,10 +589,43 @@ def frame(data: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: 
     (B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser, 0 where the image ends.
     """
     for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
-        positions = middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
-        matrix = _averaging(data.shape[axis], positions, gap).to(data)
+        matrix = _averaging(data.shape[axis], _framed_positions(new, middle, gap), gap).to(data)
         data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
     return data.contiguous()
+
+
+def frame_labels(labels: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Tensor:
+    """The same for labels of any type: the nearest voxel, 0 where the image ends."""
+    for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
+        nearest = (_framed_positions(new, middle, gap) + 0.5).floor().long()
+        inside = (nearest >= 0) & (nearest < labels.shape[axis])
+        taken = labels.index_select(axis, nearest.clamp(0, labels.shape[axis] - 1))
+        labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels.dtype)
+    return labels.contiguous()
+
+
+def _framed_positions(new: int, middle: float, gap: float) -> Tensor:
+    return middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
+
+
+def framed_affine(image: Image, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> np.ndarray:
+    """From the voxels of such a frame to the world."""
+    affine = image.affine.copy()
+    affine[:-1, :-1] *= np.array(step)
+    corner = np.array(centre) - np.array(step) * (np.array(shape) - 1) / 2
+    affine[:-1, -1] = map_points(image.affine, corner)
+    return affine
+
+
+def shown_box(there: Tensor, spacing: Sequence[float]) -> tuple[list[float], float]:
+    """The middle, as a fractional index, of the box around the voxels (*shape) that are true, all of them if none is;
+    and how wide that box is at most, in millimetres."""
+    ends = []
+    for axis in range(there.dim()):
+        found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
+        ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
+    sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, spacing, strict=True)]
+    return [(low + high) / 2 for low, high in ends], max(sides)
 
 
 def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from carlreg import images, itk
-from carlreg.images import Image, Matrix, map_points
+from carlreg.images import Image, Matrix
 from carlreg.models import DEFAULT, SHORT, WEIGHTS, available, load, read_metadata
 from carlreg.points import read_points
 from carlreg.registration import RegistrationAlgorithm
@@ -147,23 +147,14 @@ class _Scan:
         """The middle, as a fractional index, of the box around the mask, or else around what is not background; and how
         wide that box is at most, in millimetres."""
         mask = self._ones()
-        there = (self.data > FOREGROUND if mask is None else mask > 0)[0, 0]
-        ends = []
-        for axis in range(there.dim()):
-            found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
-            ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
-        sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, self.image.spacing, strict=True)]
-        return [(low + high) / 2 for low, high in ends], max(sides)
+        return images.shown_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
 
     def framed(self, grid: Sequence[int], voxel: float, centre: Sequence[float], device: torch.device) -> Prepared:
         step = [voxel / mm for mm in self.image.spacing]
         data = images.frame(self.data, grid, centre=centre, step=step)
         mask = self._ones()
         small = None if mask is None else (images.frame(mask, grid, centre=centre, step=step) > 0.5).float()
-        affine = self.image.affine.copy()
-        affine[:-1, :-1] *= np.array(step)
-        corner = np.array(centre) - np.array(step) * (np.array(grid) - 1) / 2
-        affine[:-1, -1] = map_points(self.image.affine, corner)
+        affine = images.framed_affine(self.image, grid, centre=centre, step=step)
         return self._prepared(Image(data[0, 0].numpy(), affine, self.image.name), data, small, device)
 
     def _ones(self) -> Tensor | None:
@@ -293,11 +284,16 @@ def load_model(
     about = read_metadata(path)
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
-    voxel = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
-    if voxel and (len(voxel) != 1 or not 0 < voxel[0] < np.inf or not grid):
+    voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
+    return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel)
+
+
+def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
+    """The millimetres of the cubic voxels that a model wants, by what its file says; None where it stretches images."""
+    found = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
+    if found and (len(found) != 1 or not 0 < found[0] < np.inf or "grid" not in about):
         raise ValueError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
-    network, ct_range = load(path, device=place), ct_range_of(about, path)
-    return LoadedModel(network, grid or None, facts, ct_range, voxel[0] if voxel else None)
+    return found[0] if found else None
 
 
 def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:

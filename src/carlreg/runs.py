@@ -25,7 +25,7 @@ from carlreg.datasets import cache, manifest
 from carlreg.datasets.pairs import TrainingPairs, Validation
 from carlreg.distributed import launch, processes
 from carlreg.images import CT_RANGE
-from carlreg.inputs import choose_device, ct_range_of
+from carlreg.inputs import choose_device, ct_range_of, voxel_of
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
     SHORT,
@@ -64,6 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"width": 8, "unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)},
 }
 """The paper's network; that of `carl-base`; and one to try things out with."""
+TURNING = ("carl_rot", "carl-rot")
+"""Those that learn rotations, unless they are told not to."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class Settings:
     """Channels of a new network's encoder, where not those of its size."""
     grid: tuple[int, ...] | None = None
     """Sides of the network's grid; that of the trained model, or the images' own, where not given."""
+    voxel: float | None = None
+    """Millimetres of cubic voxels in which images are laid into the grid, around what they show, instead of being
+    stretched to it: for rotations. That of the trained model, or none, where not given."""
     batch: int = 4
     """Pairs in a step, over all processes."""
     diffusion_steps: int | None = None
@@ -97,7 +102,7 @@ class Settings:
     flips: bool = True
     permutations: bool = False
     rotate: bool | None = None
-    """Rotations inside the loss; by default for `carl_rot` alone."""
+    """Rotations inside the loss; by default for `carl_rot` and what goes on from `carl-rot`."""
     freeze_batch_norm: bool = False
     seed: int = 0
     precision: Precision = "auto"
@@ -114,6 +119,8 @@ class Settings:
         for name in ("rate", "regularity", "label_weight", "affine_noise"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
+        if self.voxel is not None and not (self.voxel > 0 and math.isfinite(self.voxel)):
+            raise ValueError(f"voxel is {self.voxel}; expected a number of millimetres above 0")
         if self.similarity not in SIMILARITIES:
             raise ValueError(f"unknown similarity {self.similarity!r}; expected one of {', '.join(SIMILARITIES)}")
         if self.precision not in ("auto", "float32", "bfloat16"):
@@ -129,7 +136,7 @@ class Settings:
         return self.model in NETWORKS
 
     def stages(self) -> list[Stage]:
-        rotate = self.model == "carl_rot" if self.rotate is None else self.rotate
+        rotate = SHORT.get(self.model, self.model) in TURNING if self.rotate is None else self.rotate
         turns_anew = rotate and self.is_new  # as the authors begin with CARL{ROT}: Ξ alone, three times as long
         first = 4_500 if turns_anew else 1_500 if self.is_new else 0
         if self.diffusion_steps is not None:
@@ -211,8 +218,9 @@ def run(
     sides = settings.grid or (tuple(int(n) for n in known["grid"].split()) if "grid" in known else None)
     grid = cache.choose_grid(cases, sides)
     ct_range = CT_RANGE if path is None else ct_range_of(known, path)
+    voxel = settings.voxel or (None if path is None else voxel_of(known, path))
     prepared = cache.prepare(
-        cases, grid, cache_folder, lambda done: shown.preparing(done, len(cases)), ct_range=ct_range
+        cases, grid, cache_folder, lambda done: shown.preparing(done, len(cases)), ct_range=ct_range, voxel=voxel
     )
     split = len(training.cases)
     config = {
@@ -220,6 +228,7 @@ def run(
         "settings": json.loads(json.dumps(asdict(settings))),
         "grid": list(grid),
         "ct_range": list(ct_range),
+        "voxel": voxel,
         "start": "new" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:32],
         "data": {
             "source": os.fspath(data),
@@ -382,6 +391,7 @@ def _metadata(folder: Path, config: dict[str, Any], intensities: str, known: Map
         "grid": " ".join(str(n) for n in config["grid"]),
         "intensities": "0 to 1",
         "ct_range": "{:g} {:g}".format(*config["ct_range"]),
+        **({} if config["voxel"] is None else {"voxel": f"{config['voxel']:g}"}),
         "orientation": "axes closest to RAS",
         "data": ", ".join(counts),
         "preprocessing": f"of the first image: {intensities}",

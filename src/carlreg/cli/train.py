@@ -33,7 +33,7 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="carl, carl_rot, gradicon or xi for a new network; carl-base or a model file to go on from.",
+            help="carl, carl_rot, gradicon or xi for a new network; carl-base, carl-rot or a model file to go on from.",
             rich_help_panel=NETWORK,
         ),
     ] = "carl",
@@ -48,6 +48,14 @@ def train(
         typer.Option(
             help="Sides that images are stretched to, 96 or 96,112,96 say. By default the trained model's; else the "
             "images' median, up to 96 in 3-D and 256 in 2-D.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    voxel: Annotated[
+        float | None,
+        typer.Option(
+            help="Lay images into the grid with cubic voxels of so many millimetres, around what they show, instead of "
+            "stretching them to it: for rotations. By default the trained model's, if it has one.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
@@ -89,7 +97,7 @@ def train(
         bool | None,
         typer.Option(
             "--rotate/--no-rotate",
-            help="Rotate both images, and undo it before the loss; by default for carl_rot alone.",
+            help="Rotate both images, and undo it before the loss; by default for carl_rot and carl-rot alone.",
             rich_help_panel=VARIATION,
         ),
     ] = None,
@@ -140,6 +148,7 @@ def train(
             size=size,
             width=width,
             grid=_sides(grid),
+            voxel=voxel,
             batch=batch,
             diffusion_steps=diffusion_steps,
             steps=steps,

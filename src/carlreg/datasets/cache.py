@@ -22,7 +22,8 @@ from torch import Tensor
 
 from carlreg import images
 from carlreg.datasets.manifest import Case, DatasetError, PathLike
-from carlreg.images import Image, ImageError
+from carlreg.images import Image, ImageError, Matrix
+from carlreg.inputs import FOREGROUND
 from carlreg.models import write_atomically
 
 PREPARATION = 1
@@ -105,9 +106,11 @@ def prepare(
     callback: Callable[[int], None] | None = None,
     *,
     ct_range: tuple[float, float] = images.CT_RANGE,
+    voxel: float | None = None,
 ) -> list[Prepared]:
     """Make all cases ready, or take them from the cache; `callback` gets the number of those done. `ct_range` is for
-    `images.preprocess`.
+    `images.preprocess`. With `voxel`, images are not stretched to the grid, but laid into it with cubic voxels of so
+    many millimetres, around what they show.
 
     All are looked at before the first unusable one is complained about, so that the message can name the others.
     """
@@ -116,7 +119,7 @@ def prepare(
     prepared, problems = [], []
     for number, case in enumerate(cases, start=1):
         try:
-            prepared.append(_from_cache(case, tuple(grid), ct_range, cache))
+            prepared.append(_from_cache(case, _How(tuple(grid), ct_range, voxel), cache))
         except ImageError as error:
             problems.append((case, error))
         if callback is not None:
@@ -129,22 +132,31 @@ def prepare(
     return prepared
 
 
-def _from_cache(case: Case, grid: tuple[int, ...], ct_range: tuple[float, float], cache: Path) -> Prepared:
+@dataclass(frozen=True)
+class _How:
+    """What is made of every image."""
+
+    grid: tuple[int, ...]
+    ct_range: tuple[float, float]
+    voxel: float | None
+
+
+def _from_cache(case: Case, how: _How, cache: Path) -> Prepared:
     from safetensors import SafetensorError
 
-    path = cache / f"{fingerprint(case, grid, ct_range)}.safetensors"
+    path = cache / f"{fingerprint(case, how)}.safetensors"
     try:
         return _load(path)
     except (FileNotFoundError, SafetensorError, KeyError, ValueError):  # not there yet, or damaged
         pass
     from safetensors.torch import save
 
-    tensors, header = _make(case, grid, ct_range)
+    tensors, header = _make(case, how)
     write_atomically(path, save(tensors, header))
     return _load(path)
 
 
-def fingerprint(case: Case, grid: Sequence[int], ct_range: tuple[float, float]) -> str:
+def fingerprint(case: Case, how: _How) -> str:
     """Changes with the files (place, size, time of change), the grid and the code that makes it ready."""
     files = [file for file in (case.image, case.labels) if file is not None]
     stats = [
@@ -152,24 +164,30 @@ def fingerprint(case: Case, grid: Sequence[int], ct_range: tuple[float, float]) 
         for file in files
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
-    settings = [PREPARATION, list(grid), ct_range, images.PERCENTILES, case.labels is not None]
+    settings = [PREPARATION, list(how.grid), how.ct_range, images.PERCENTILES, case.labels is not None]
+    settings += [] if how.voxel is None else [how.voxel]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
-def _make(case: Case, grid: tuple[int, ...], ct_range: tuple[float, float]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     original = images.read(case.image)
-    if original.dim != len(grid):
+    if original.dim != len(how.grid):
         raise ImageError(
-            f"{original.name} is {original.dim}-D but the others are {len(grid)}-D; expected one dimension"
+            f"{original.name} is {original.dim}-D but the others are {len(how.grid)}-D; expected one dimension"
         )
     image = images.to_closest_ras(original)
-    intensities, done = images.preprocess(image, ct_range=ct_range)
-    tensors = {"image": (255 * images.resize(intensities, grid)[0]).round().clamp(0, 255).byte()}
+    intensities, done = images.preprocess(image, ct_range=how.ct_range)
+    place = None if how.voxel is None else _Place.around(image, intensities, how)
+    on_grid = images.resize(intensities, how.grid) if place is None else place.image(intensities)
+    tensors = {"image": (255 * on_grid[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
         labels = images.read_labels(case.labels)
         images.check_same_grid(labels, original, "a label map")
-        tensors["labels"] = _labels_on_grid(images.to_closest_ras(labels), grid)
+        known = _as_tensor(images.to_closest_ras(labels))
+        tensors["labels"] = (images.resize_labels(known, how.grid) if place is None else place.labels(known))[0]
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+    if place is not None:
+        image = Image(on_grid[0, 0].numpy(), place.affine(image), image.name)
     header: dict[str, Any] = {
         "world_to_unit": image.world_to_unit().tolist(),
         "size": [s * (n - 1) for s, n in zip(image.spacing, image.shape, strict=True)],
@@ -179,12 +197,41 @@ def _make(case: Case, grid: tuple[int, ...], ct_range: tuple[float, float]) -> t
     return tensors, {"prepared": json.dumps(header)}
 
 
-def _labels_on_grid(labels: Image, grid: tuple[int, ...]) -> Tensor:
+@dataclass(frozen=True)
+class _Place:
+    """Where cubic voxels lie in an image: their middle, as an index, and their distance, in voxels of the image."""
+
+    grid: tuple[int, ...]
+    centre: list[float]
+    step: list[float]
+
+    @classmethod
+    def around(cls, image: Image, intensities: Tensor, how: _How) -> _Place:
+        assert how.voxel is not None
+        centre, wide = images.shown_box((intensities > FOREGROUND)[0, 0], image.spacing)
+        if wide > min(how.grid) * how.voxel:
+            raise ImageError(
+                f"{image.name} shows something {wide:.0f} mm wide, but {min(how.grid)} voxels of {how.voxel:g} mm are "
+                f"{min(how.grid) * how.voxel:g} mm; expected it to fit: take larger voxels or a larger grid"
+            )
+        return cls(how.grid, centre, [how.voxel / mm for mm in image.spacing])
+
+    def image(self, data: Tensor) -> Tensor:
+        return images.frame(data, self.grid, centre=self.centre, step=self.step)
+
+    def labels(self, data: Tensor) -> Tensor:
+        return images.frame_labels(data, self.grid, centre=self.centre, step=self.step)
+
+    def affine(self, image: Image) -> Matrix:
+        return images.framed_affine(image, self.grid, centre=self.centre, step=self.step)
+
+
+def _as_tensor(labels: Image) -> Tensor:
     data = np.ascontiguousarray(labels.data)
     if not data.any():
         raise ImageError(f"{labels.name} is empty: every voxel is 0; expected a label map")
     kind = np.uint8 if data.min() >= 0 and data.max() < 256 else np.int32
-    return images.resize_labels(torch.from_numpy(data.astype(kind))[None, None], grid)[0]
+    return torch.from_numpy(data.astype(kind))[None, None]
 
 
 def _load(path: Path) -> Prepared:
