@@ -204,7 +204,7 @@ def test_headers_are_heeded(tmp_path: Path) -> None:
 
 def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:
     """Two scans of one body, with other voxels, fields of view and axes, become the same cube."""
-    spacings, corners, sides = [(1.0, 1.5, 2.0), (1.4, 1.0, 1.0)], [(-20, -25, -30), (-35, -30, -24)], (60, 62, 58)
+    spacings, corners, sides = [(1.0, 1.5, 2.0), (1.4, 1.1, 1.0)], [(-20, -25, -30), (-35, -26, -24)], (60, 62, 58)
     made = []
     for number, (spacing, corner) in enumerate(zip(spacings, corners, strict=True)):
         affine = np.diag([*spacing, 1.0]) * np.array([[-1] if number else [1], [1], [1], [1]])
