@@ -79,8 +79,8 @@ def test_a_turned_retina_is_the_retina_turned(retinas: Path) -> None:
     )
 
 
-def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
-    """A pack of boxes in balls: broken off and taken up again, then turned by two angles."""
+def pack(path: Path) -> Path:
+    """Boxes in balls, as experiments/base/prepare.py packs brains."""
     random = np.random.default_rng(0)
     i, j, k = np.mgrid[:32, :32, :32]
     packed = {}
@@ -92,8 +92,14 @@ def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
             f"brain/{split}/{n}": (100 * ball + 100 * labels).astype(np.uint8),
             f"brain/{split}/{n}/labels": labels,
         }
-    np.savez(tmp_path / "pack.npz", **packed)
-    words = (tmp_path / "pack.npz", tmp_path, "--side", 16, "--width", 4, "--pairs", 1, "--diffusion", 1, "--steps", 1)
+    np.savez(path, **packed)
+    return path
+
+
+def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
+    """Broken off and taken up again, then turned by two angles."""
+    words = (pack(tmp_path / "pack.npz"), tmp_path, "--side", 16, "--width", 4, "--handed", 1, "--pairs", 1)
+    words += ("--diffusion", 1, "--steps", 1)
     run("brain.py", *words, "--synthetic", 0.5, "--seconds", 0)
     run("brain.py", *words, "--synthetic", 0.5, "--sweep", 1, "--angles", 0, 90)
     log = [json.loads(entry) for entry in (tmp_path / "run" / "log.jsonl").open(encoding="utf-8")]
@@ -103,6 +109,65 @@ def test_brains_from_training_to_the_sweep(tmp_path: Path) -> None:
         plane: ["0", "90"] for plane in ("sagittal", "coronal", "axial")
     }
     assert len({scores["0"][0] for scores in sweep["planes"].values()}) == 1
+
+
+def test_an_encoder_is_taught_broken_off_and_given_to_the_rest(tmp_path: Path) -> None:
+    packed, out = pack(tmp_path / "pack.npz"), tmp_path / "encoder"
+    words = (packed, out, "--side", 16, "--width", 4, "--handed", 1, "--pairs", 2)
+    run("encoder.py", *words, "--steps", 30)
+    told = run("encoder.py", *words, "--steps", 60, "--validate-every", 50)
+    (entry,) = (json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    assert entry["step"] == 50
+    assert entry["dev_median"] > 0
+    assert json.loads((out / "encoder.json").read_text(encoding="utf-8"))["steps"] == 60
+    assert "'steps': 60" in told
+    rest = (packed, tmp_path / "rest", "--side", 16, "--pairs", 1, "--steps", 1)
+    run("brain.py", *rest, "--model", out / "model.safetensors")
+    log = [json.loads(line) for line in (tmp_path / "rest" / "run" / "log.jsonl").open(encoding="utf-8")]
+    assert {(line["stage"], line["step"]) for line in log} == {(0, 1)}
+
+
+def test_the_encoder_is_taught_the_right_places() -> None:
+    """Of one brain seen twice, the second view is the first one where the maps say; and the loss is the cross-entropy
+    of plain attention, over all keys, with the weights of linear interpolation at that place."""
+    code = """
+import itertools, torch, encoder as e
+from carlreg.grids import pool
+from carlreg.networks import Encoder
+from carlreg.registration import CoordinateAttention
+from carlreg.transforms import compose, warp
+
+generator = torch.Generator().manual_seed(0)
+coarse = torch.rand(1, 1, 5, 5, 5, generator=generator)
+brain = torch.nn.functional.pad(torch.nn.functional.interpolate(coarse, size=(16,) * 3, mode="trilinear"), (8,) * 6)
+moving, fixed, p, s = e.views(brain.expand(2, -1, -1, -1, -1), 3, generator)
+found = warp(moving, compose(p.inverse(), s), like=fixed, outside="zeros")
+for one, other in zip(found, fixed):
+    assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1] > 0.97
+assert torch.corrcoef(torch.stack([moving.flatten(), fixed.flatten()]))[0, 1] < 0.9
+
+e.QUERIES = 20
+xi = CoordinateAttention(Encoder(3, width=6), 4, 4.0)
+features = torch.randn(2, 3, 16, 16, 16, 6, generator=generator)
+keys, queries = 4 * torch.nn.functional.normalize(features, dim=-1)
+small = pool(pool(fixed))
+loss = e.cross_entropy(xi, keys, queries, compose(p.inverse(), s), small, torch.Generator().manual_seed(1))
+chosen = torch.randint(8**3, (20,), generator=torch.Generator().manual_seed(1))
+total = 0.0
+for b, n in itertools.product(range(3), chosen.tolist()):
+    place = torch.tensor([n // 64, n // 8 % 8, n % 8])
+    log = (keys[b].reshape(-1, 6) @ queries[b][tuple(place + 4)]).log_softmax(0).reshape(16, 16, 16)
+    there = p.inverse()(s(((4 * place + 1.5) / 31).expand(3, 1, 3)))[b, 0] * 31
+    index = ((there - 1.5) / 4 + 4).clamp(0, 15)
+    low = index.floor().long().clamp(max=14)
+    for corner in itertools.product((0, 1), repeat=3):
+        share = torch.where(torch.tensor(corner) == 1, index - low, 1 - (index - low)).prod()
+        total -= float(share * log[tuple(low + torch.tensor(corner))])
+assert abs(float(loss) - total / 60) < 1e-4, (float(loss), total / 60)
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True
+    )
 
 
 def test_isotropic_packs_keep_proportions(tmp_path: Path) -> None:

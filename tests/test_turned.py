@@ -354,3 +354,26 @@ def test_auto_cannot_be_explained(anatomy: tuple[torch.Tensor, torch.Tensor]) ->
 def test_auto_is_no_single_model() -> None:
     with pytest.raises(ValueError, match="expected carl-base"):
         find_model("auto")
+
+
+# ---- carl-rot -------------------------------------------------------------------------------------------------------
+
+BRAINS = Path(__file__).parents[2] / "shared" / "data" / "brain" / "val"
+
+
+@pytest.mark.skipif(not BRAINS.exists(), reason="needs the brains, which do not come with the package")
+def test_the_shipped_network_turns_its_answer_with_a_brain() -> None:
+    """Φ[M ∘ W, F] = W⁻¹ ∘ Φ[M, F] for W any rotation: nearly, over the brain, by the network alone."""
+    model = load_model("rot", "cpu")
+    scans = [images.read(BRAINS / f"{name}.nii.gz") for name in ("1101", "1104")]
+    fixed, moving = (scan.tensor for scan in prepare_pair(*scans, model, CPU))
+    by = random_rotation((96, 96, 96), 1, like=fixed, generator=torch.Generator().manual_seed(1))
+    assert math.degrees(math.acos((float(torch.trace(by.linear[0])) - 1) / 2)) > 60
+    turned = warp(moving, by, like=moving, outside="zeros")
+    with torch.no_grad():
+        upright, answer = (model.network(image, fixed) for image in (moving, turned))
+    inside = fixed[0, 0] > 0.1
+    points = torch.stack(torch.meshgrid(*[torch.linspace(0, 1, 96)] * 3, indexing="ij"), dim=-1)[inside][None, ::50]
+    apart = (by(answer(points)) - upright(points)).norm(dim=-1) * 190
+    assert apart.median() < 4  # millimetres
+    assert (apart > 20).float().mean() < 0.05

@@ -49,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(diffusion=1500, steps=6000, synthetic=0.3)
+    parser.add_argument("--handed", type=int, default=HANDED, help="determinants in the encoder that tell the sides")
     parser.add_argument("--first", default="nearness", choices=FIRST, help="the first stage's regulariser")
     parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
     parser.add_argument("--split", default="val", choices=("dev", "val"), help="of the sweep")
@@ -65,7 +66,7 @@ def main() -> None:
     if arguments.model is not None:
         model = start_from(arguments.model, device)
     else:
-        model = carl_rot(3, 2, width=arguments.width, handed=HANDED, **UNETS).to(device)
+        model = carl_rot(3, 2, width=arguments.width, handed=arguments.handed, **UNETS).to(device)
         common: dict[str, Any] = {"learning_rate": arguments.rate, "warm_up": 50, "rotate": True}
         common |= {"label_weight": arguments.label_weight}
         weight = FIRST[arguments.first]

@@ -1,6 +1,6 @@
 """Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
 runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks; turned-NAME.json
-of whole registrations.
+of whole registrations; log-encoder.jsonl of encoder.py.
 
 python experiments/rotation/plot.py experiments/rotation/results
 """
@@ -24,6 +24,8 @@ LOOKS = {
     "CARL": ("CARL", "#d99a00"),
     "displacement": ("displacement", "tab:blue"),
 }
+
+COLOURS = ("k", "tab:red", "#d99a00", "tab:blue", "tab:pink", "tab:green")
 
 
 def line(axis: Any, scores: dict[str, list[float]], **look: Any) -> None:
@@ -68,10 +70,28 @@ def brains(paths: list[Path], folder: Path) -> None:
     figure.savefig(folder / "brain.png", dpi=110)
 
 
+def places(path: Path, folder: Path) -> None:
+    """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that is kept,
+    it was given its determinants at another point after 3,500 steps, and the counter went back."""
+    entries = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    again = next(n for n, (one, other) in enumerate(itertools.pairwise(entries), 1) if other["step"] < one["step"])
+    figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
+    parts = (
+        (entries[:again], 0, "determinants before the last block", "0.5"),
+        (entries[again:], 900, "at the end", "tab:red"),
+    )
+    for part, later, label, colour in parts:
+        known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
+        axis.plot(*zip(*known, strict=True), color=colour, marker="o", markersize=3, label=label)
+    axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))
+    axis.legend(fontsize=8, title="determinants", title_fontsize=8)
+    figure.savefig(folder / "encoder.png", dpi=110)
+
+
 def registrations(paths: list[Path], folder: Path) -> None:
     """A panel for every plane, a line for every method. At 0° all planes are one."""
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
-    for path, colour in zip(paths, itertools.cycle(("k", "tab:red", "#d99a00", "tab:blue", "tab:green"))):
+    for path, colour in zip(paths, itertools.cycle(COLOURS)):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for axis, plane in zip(panels, ("sagittal", "coronal", "axial"), strict=True):
             scores = {str(row["degrees"]): row["dice"] for row in rows if row["plane"] == plane or not row["degrees"]}
@@ -115,6 +135,8 @@ def main() -> None:
         curves(folder)
     if paths := sorted(folder.glob("brain*.json")):
         brains(paths, folder)
+    if (folder / "log-encoder.jsonl").exists():
+        places(folder / "log-encoder.jsonl", folder)
     if paths := sorted(folder.glob("turned-*.json")):
         registrations(paths, folder)
     if (folder / "sweep.npz").exists():
