@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def commit() -> str:
@@ -19,3 +21,14 @@ def commit() -> str:
 
 def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} CPU cores"
+
+
+def png(figure: Any, dpi: int) -> bytes:
+    """A Matplotlib figure of many slices with 256 colours: half the size, and as good to look at."""
+    from PIL import Image
+
+    buffer, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    picture = Image.open(buffer).convert("RGB")
+    picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()

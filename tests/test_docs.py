@@ -647,7 +647,7 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     for network in ("rot", "CARL", "displacement"):
         rows.append(angle_row(f"{names[network]}, alone", sweep["network"][network], angles))
         rows.append(angle_row(f"{names[network]}, with 50 steps", sweep["optimised"][network], angles))
-    for name, words in TURNED.items():
+    for name, words in {**TURNED, "rot": "carl-rot alone"}.items():
         found = experiment(f"rotation/results/turned-{name}.json")["rows"]
         for plane in ("sagittal", "coronal", "axial"):
             dice = {row["degrees"]: row["dice"] for row in found if row["plane"] == plane or not row["degrees"]}
@@ -657,14 +657,42 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
         planes = experiment(f"rotation/results/brain-{network}.json")["planes"]
         rows += [angle_row(f"{network}, {plane}", planes[plane], "0 15 30 45 60 90 180") for plane in planes]
     assert [line for line in page.splitlines() if re.match(r"\| (?!degrees)\w", line)] == rows
-    auto = experiment("rotation/results/turned-auto-optimised.json")["rows"]
-    (upright,) = (mean(row["dice"]) for row in auto if not row["degrees"])
-    turned = [mean(row["dice"]) for row in auto]
-    assert max(abs(value - upright) for value in turned) < 0.03
-    assert f"lies between {min(turned):.3f} and {max(turned):.3f} at every angle that was tried, {upright:.3f}" in page
+    base = experiment("rotation/results/turned-base-optimised.json")["rows"]
+    (straight,) = (mean(row["dice"]) for row in base if not row["degrees"])
+    auto, rot = (experiment(f"rotation/results/turned-{name}-optimised.json")["rows"] for name in ("auto", "rot"))
+    for found, where in ((auto, "at every angle that was tried"), (rot, "at every angle")):
+        (upright,) = (mean(row["dice"]) for row in found if not row["degrees"])
+        turned = [mean(row["dice"]) for row in found]
+        assert max(abs(value - upright) for value in turned) < 0.03
+        assert max(abs(value - straight) for value in turned) < 0.03
+        assert upright > 0.7
+        assert f"lies between {min(turned):.3f} and {max(turned):.3f} {where}, {upright:.3f} without a turn" in page
+    alone = [mean(row["dice"]) for row in experiment("rotation/results/turned-rot.json")["rows"]]
+    assert f"That is between {min(alone):.3f} and {max(alone):.3f}." in page
+    picture = experiment("rotation/results/picture.json")["methods"]
+    turns = {name: [f"{found['grid_turned_by'][key]:.0f}°" for key in WHERE] for name, found in picture.items()}
+    inside, around = turns["carl-rot"]
+    assert f"by {inside} in the median of the slice's small steps inside of the brain and by {around} in" in page
+    assert f"auto's turns by {' and '.join(turns['auto'])}: there" in page
+    learnt = [
+        entry["validation"]
+        for entry in map(json.loads, read("experiments/rotation/results/log-rot-3.jsonl").splitlines())
+        if "validation" in entry
+    ]
+    assert f"rose from {' to '.join(f'{value:.3f}' for value in learnt)} (every 425 steps)" in page
+    known = [
+        round(entry["dev_median"])
+        for entry in map(json.loads, read("experiments/rotation/results/log-encoder.jsonl").splitlines())
+        if "dev_median" in entry
+    ]
+    assert (known[13], known[19], known[-1]) == (26, 8, 7)
+    assert "it did not in 4,500 steps (26 mm off in the median)" in page
+    assert "400 steps later the median was 8 mm, and 7 mm at the end" in page
     assert all(told["turned_back"] == (row["degrees"] > 20) for row in auto for told in row["told"])
-    (rot,) = of(runs, "rot")
-    alone, optimised = ([mean(dice) for dice in found.values()] for found in (rot["dice"], sweep["optimised"]["rot"]))
+    (of_retinas,) = of(runs, "rot")
+    alone, optimised = (
+        [mean(dice) for dice in found.values()] for found in (of_retinas["dice"], sweep["optimised"]["rot"])
+    )
     assert f"between {min(alone):.3f} and {max(alone):.3f} at every angle" in page
     assert f"stays between {min(optimised):.3f} and {max(optimised):.3f}." in page
     assert f"between {min(alone):.2f} and {max(alone):.2f} at every angle" in read("experiments/README.md")
@@ -672,9 +700,11 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     assert all(mean(outside["dice"][angle]) < mean(runs["unregistered"][angle]) for angle in outside["dice"])
 
 
+WHERE = ("brain", "empty_space")
 TURNED = {
     "base-optimised": "carl-base",
     "auto-optimised": "auto",
+    "rot-optimised": "carl-rot",
     "gradicon-optimised": "GradICON",
     "ANTs": "ANTs SyNQuick",
 }

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
 import math
 import subprocess
@@ -41,7 +40,7 @@ from carlreg.models import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments.made import commit, machine
+from experiments.made import commit, machine, png
 from experiments.native.run import SEED, SETS, boxes, is_kept, keep, register, validation_pairs
 
 RESULTS = Path(__file__).with_name("results")
@@ -371,9 +370,7 @@ def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[st
             warped, labels = itk.apply(transform, moving, fixed), itk.apply(transform, moving_labels, fixed, "nearest")
             outlines = {"white": fixed_labels, "": labels}
             draw(axis, warped, outlines, here, evaluation.labels, f"{source.name}, Dice {dice[0]:.3f}")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, png(figure, 100))
 
 
 def best_slice(labels: Image, wanted: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
 from train import Data  # type: ignore[import-not-found]
 
-from experiments.made import commit, machine
+from experiments.made import commit, machine, png
 
 DEGREES = 45.0
 EVERY = 6
@@ -84,7 +84,7 @@ def main() -> None:
         row[0].set_ylabel(name, fontsize=8)
         for plot in row:
             plot.set(xticks=[], yticks=[])
-    figure.savefig(arguments.out / "turned-45.png", dpi=100)
+    (arguments.out / "turned-45.png").write_bytes(png(figure, 100))
     report = made | {"pair": list(pair), "optimised": not arguments.no_optimisation, "methods": rows}
     (arguments.out / "picture.json").write_text(json.dumps(report, indent=1) + "\n")
 
