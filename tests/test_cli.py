@@ -226,9 +226,12 @@ def test_info_names_everything(place: Path, tmp_path: Path, run: Run) -> None:
 
 def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, run: Run) -> None:
     assert run("models", "list")[0] == 0
-    assert run.out.startswith("carl-base\tfor research use")  # type: ignore[attr-defined]
-    assert run("models", "verify")[0] == 0
-    assert "whole" in run.out  # type: ignore[attr-defined]
+    listed = [line.split("\t") for line in run.out.splitlines()]  # type: ignore[attr-defined]
+    assert [words[0] for words in listed] == ["carl-base", "carl-rot", "auto"]
+    assert all(words[1].startswith("for research use") for words in listed[:2])
+    for name in ((), ("rot",)):
+        assert run("models", "verify", *name)[0] == 0
+        assert "whole" in run.out  # type: ignore[attr-defined]
     assert run("models", "licence")[0] == 0
     assert run("models", "show", place / "small.safetensors")[0] == 0
     assert "licence: yours" in run.out  # type: ignore[attr-defined]

@@ -268,17 +268,22 @@ def test_going_on_from_a_trained_model(whole: Path, scans: Path, tmp_path: Path)
 
 
 def test_cubic_voxels_stay_with_a_model(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--model", "carl_rot", "--grid", "24", "--voxel", "1.25", "--no-tensorboard", "--quiet"]
+    more = ["--model", "carl_rot", "--handed", "2", "--grid", "24", "--voxel", "1.25", "--no-tensorboard", "--quiet"]
     assert main(command(scans / "scans.csv", tmp_path / "first", *more)) == 0
     trained = tmp_path / "first" / "best.safetensors"
     assert read_metadata(trained)["voxel"] == "1.25"
-    more = ["--model", str(trained), "--rotate", "--no-tensorboard", "--quiet"]
+    assert '"handed": 2' in read_metadata(trained)["architecture"]
+    more = ["--model", str(trained), "--no-tensorboard", "--quiet"]
     assert main(command(scans / "scans.csv", tmp_path / "second", *more)) == 0
+    state = torch.load(tmp_path / "second" / "state.pt", weights_only=True)
+    assert all(stage["rotate"] for stage in state["run"]["stages"])
     assert read_metadata(tmp_path / "second" / "last.safetensors")["voxel"] == "1.25"
     result = register(fixed=scans / "s0.nii.gz", moving=scans / "s1.nii.gz", model=trained, io_iterations=0)
     assert result.warped.shape == SHAPE
     wrong = command(scans / "scans.csv", tmp_path / "third", "--grid", "24", "--voxel")
     assert "voxel is -1.0; expected a number of millimetres above 0" in fails([*wrong, "-1"], capsys, code=2)
+    wrong_handed = command(scans / "scans.csv", tmp_path / "third", "--handed", "2")
+    assert "handed is 2 for carl; expected 0 or more, for a new carl_rot alone" in fails(wrong_handed, capsys, code=2)
     assert "take larger voxels or a larger grid" in fails([*wrong, "0.1"], capsys)
     assert not (tmp_path / "third").exists()
 

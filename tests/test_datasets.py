@@ -228,8 +228,10 @@ def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:
         middle = images.map_points(np.array(case.world_to_unit), [5.0, 8.0, 3.0])
         assert np.abs(middle - 0.5).max() < 0.03
     assert not torch.equal(one.image, prepare(made, (40, 40, 40), tmp_path / "cache")[0].image)
-    with pytest.raises(DatasetError, match=r"40 voxels of 0\.5 mm are 20 mm; expected it to fit: take larger voxels"):
+    with pytest.raises(DatasetError, match=r"40 voxels of 0\.5 mm are 20 mm; expected it to fit, .* larger voxels"):
         prepare(made, (40, 40, 40), tmp_path / "cache", voxel=0.5)
+    with pytest.raises(DatasetError, match="to fill half of that: take smaller voxels or a smaller grid"):
+        prepare(made, (40, 40, 40), tmp_path / "cache", voxel=5.0)
 
 
 def test_the_cache_notices_what_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -686,7 +686,7 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
         if "dev_median" in entry
     ]
     assert (known[13], known[19], known[-1]) == (26, 8, 7)
-    assert "it did not in 4,500 steps (26 mm off in the median)" in page
+    assert "it did not in 3,500 steps (26 mm off in the median)" in page
     assert "400 steps later the median was 8 mm, and 7 mm at the end" in page
     assert all(told["turned_back"] == (row["degrees"] > 20) for row in auto for told in row["told"])
     (of_retinas,) = of(runs, "rot")

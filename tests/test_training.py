@@ -239,6 +239,8 @@ def test_the_learning_rate(tmp_path: Path) -> None:
         (50_000, 1.5, False),
     ]
     assert Settings(model="carl_rot", refine_steps=50_000).stages() == list(PAPER_ROT)
+    turning = {name: Settings(model=name).stages()[0].rotate for name in ("rot", "carl-rot", "carl-base", "carl")}
+    assert turning == {"rot": True, "carl-rot": True, "carl-base": False, "carl": False}
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:

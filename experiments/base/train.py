@@ -47,6 +47,8 @@ NETWORKS: dict[str, Callable[[int], RegistrationAlgorithm]] = {
     "gradicon": lambda _: gradicon(3, 2, unet_down=(16, 32, 64, 112, 128), unet_up=(112, 80, 48, 32, 16)),
 }
 """Both have 10 M parameters."""
+ANEW = ("network", "width", "diffusion")
+"""Settings of a training that does not go on from a model."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
 
@@ -125,7 +127,7 @@ def main() -> None:
         "settings": {
             name: getattr(arguments, name)
             for name in vars(arguments)
-            if name not in ("data", "out", "model", "commit", "seed", "seconds")
+            if name not in ("data", "out", "model", "commit", "seed", "seconds", *(ANEW if arguments.model else ()))
         },
     }
     save(

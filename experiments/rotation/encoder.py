@@ -16,6 +16,7 @@ state.pt (to go on from), log.jsonl, encoder.json and model.safetensors: the who
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -45,8 +46,8 @@ PADDING = 4
 """Coarse voxels of empty space around the images: less than the network has, for speed."""
 QUERIES = 1024
 """Voxels of each image that look for their place in the other."""
-WIDE = 190.0
-"""Millimetres from the first voxel of an image to its last: 96 of MM, whatever grid it is seen at."""
+WIDE = 95 * MM
+"""Millimetres from the first voxel of an image to its last, whatever grid it is seen at."""
 
 
 def main() -> None:
@@ -73,6 +74,12 @@ def main() -> None:
         begun = state["step"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+
+    def keep(step: int) -> None:
+        buffer = io.BytesIO()
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        write_atomically(kept, buffer.getvalue())
+
     step = begun
     for step in range(begun, arguments.steps):
         if arguments.seconds is not None and time.monotonic() - start > arguments.seconds:
@@ -89,12 +96,13 @@ def main() -> None:
             entry: dict[str, Any] = {"step": step + 1, "loss": float(loss.detach()), "seconds": passed}
             if (step + 1) % arguments.validate_every == 0:
                 entry |= {"dev_" + what: value for what, value in errors(first_step(model), kept_back).items()}
+                keep(step + 1)
             print(entry, flush=True)
             with (arguments.out / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(entry) + "\n")
     else:
-        step = arguments.steps
-    torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, kept)
+        step = max(begun, arguments.steps)
+    keep(step)
     report = {"commit": arguments.commit, "seed": arguments.seed, "steps": step, "seconds": time.monotonic() - start}
     report |= {"dev_" + what: value for what, value in errors(first_step(model), kept_back).items()}
     print(report, flush=True)

@@ -25,6 +25,7 @@ LOOKS = {
     "displacement": ("displacement", "tab:blue"),
 }
 
+CHANGED, BACK = 3500, 2600
 COLOURS = ("k", "tab:red", "#d99a00", "tab:blue", "tab:pink", "tab:green")
 
 
@@ -72,17 +73,19 @@ def brains(paths: list[Path], folder: Path) -> None:
 
 def places(path: Path, folder: Path) -> None:
     """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that is kept,
-    it was given its determinants at another point after 3,500 steps, and the counter went back."""
+    determinants were taken elsewhere from step `CHANGED` on, where the counter went back to `BACK`."""
     entries = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    again = next(n for n, (one, other) in enumerate(itertools.pairwise(entries), 1) if other["step"] < one["step"])
+    both = enumerate(itertools.pairwise(entries), 1)
+    again = next((n for n, (one, other) in both if other["step"] < one["step"]), len(entries))
     figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
+    first = [entry for entry in entries[:again] if again == len(entries) or entry["step"] <= CHANGED]
     parts = (
-        (entries[:again], 0, "determinants before the last block", "0.5"),
-        (entries[again:], 900, "at the end", "tab:red"),
+        (first, 0, "before the last block", "0.5"),
+        (entries[again:], CHANGED - BACK, "at the end", "tab:red"),
     )
     for part, later, label, colour in parts:
         known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
-        axis.plot(*zip(*known, strict=True), color=colour, marker="o", markersize=3, label=label)
+        axis.plot([n for n, _ in known], [mm for _, mm in known], color=colour, marker="o", markersize=3, label=label)
     axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))
     axis.legend(fontsize=8, title="determinants", title_fontsize=8)
     figure.savefig(folder / "encoder.png", dpi=110)

@@ -176,8 +176,15 @@ def determinant_per_voxel(points: Tensor) -> Tensor:
         ahead, behind = ([slice(None), *[slice(1, -1)] * dim] for _ in range(2))
         ahead[1 + axis], behind[1 + axis] = slice(2, None), slice(None, -2)
         columns.append((points[tuple(ahead)] - points[tuple(behind)]) / 2)
+    return determinant(columns)
+
+
+def determinant(columns: Sequence[Tensor]) -> Tensor:
+    """Of matrices whose D columns are given one by one, (..., D) each. Written out: torch.linalg.det of small matrices
+    is slow."""
+    dim = len(columns)
     total = torch.zeros_like(columns[0][..., 0])
-    for order in itertools.permutations(range(dim)):  # written out: torch.linalg.det of small matrices is slow
+    for order in itertools.permutations(range(dim)):
         sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
         total = total + sign * math.prod(columns[i][..., order[i]] for i in range(dim))
     return total

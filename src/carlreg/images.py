@@ -599,8 +599,8 @@ def frame_labels(labels: Tensor, shape: Sequence[int], *, centre: Sequence[float
     for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
         nearest = (_framed_positions(new, middle, gap) + 0.5).floor().long()
         inside = (nearest >= 0) & (nearest < labels.shape[axis])
-        taken = labels.index_select(axis, nearest.clamp(0, labels.shape[axis] - 1))
-        labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels.dtype)
+        taken = labels.index_select(axis, nearest.clamp(0, labels.shape[axis] - 1).to(labels.device))
+        labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels)
     return labels.contiguous()
 
 
@@ -608,7 +608,7 @@ def _framed_positions(new: int, middle: float, gap: float) -> Tensor:
     return middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
 
 
-def framed_affine(image: Image, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> np.ndarray:
+def framed_affine(image: Image, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Matrix:
     """From the voxels of such a frame to the world."""
     affine = image.affine.copy()
     affine[:-1, :-1] *= np.array(step)

@@ -142,6 +142,8 @@ def _refined(
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 STEPS = (TwoStep, Downsample, PredictDisplacement, CoordinateAttention, ClosedFormXi)
+LATER = {"handed": 0}
+"""Arguments that older versions do not know: left out where they say what those do."""
 PARTS: dict[str, type[nn.Module]] = {part.__name__: part for part in (*STEPS, Encoder, Symmetrized, UNet)}
 
 
@@ -162,7 +164,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
             return describe(argument)
         return list(argument) if isinstance(argument, tuple) else argument
 
-    return {"part": name} | {p: value(getattr(module, p)) for p in inspect.signature(type(module)).parameters}
+    given = {p: value(getattr(module, p)) for p in inspect.signature(type(module)).parameters}
+    return {"part": name} | {p: argument for p, argument in given.items() if LATER.get(p, ...) != argument}
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
@@ -188,7 +191,8 @@ def save(
 ) -> None:
     """Write a model as one safetensors file with its architecture inside. The file appears whole or not at all.
 
-    `dtype=torch.float16` halves the file; weights load back as float32. `metadata` is free text (name, licence, …).
+    `dtype=torch.float16` halves the file; weights load back as float32, and tensors with values too large for it stay
+    that. `metadata` is free text (name, licence, …).
     """
     from safetensors.torch import save as to_bytes
 
@@ -197,7 +201,7 @@ def save(
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds values that are not finite; the file was not written")
         narrow = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        # A variance may be too large for half floats: it stays as it is.
+        # A variance, say, may be too large for half floats.
         tensors[name] = (narrow if bool(torch.isfinite(narrow).all()) else tensor).contiguous().cpu()
     header = {**(metadata or {}), "format": FORMAT, "architecture": json.dumps(describe(model))}
     write_atomically(path, to_bytes(tensors, header))
@@ -285,7 +289,8 @@ def available() -> list[str]:
 def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> RegistrationAlgorithm:
     """A trained model of the package, by name, in evaluation mode. docs/models.md says what each is good for.
 
-    Shipped weights are for research use: they were trained on data under CC BY-NC. `read_metadata` shows the terms.
+    Shipped weights are for research use: they were trained on data under CC BY-NC. `read_metadata` shows the terms. To
+    `register` give the name, not the network: the file also says which grid and voxels the network wants.
 
     >>> model = pretrained()
     """

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg import kernels
-from carlreg.grids import enlarge, pool
+from carlreg.grids import determinant, enlarge, pool
 from carlreg.precision import channels_last, network_input
 
 
@@ -112,9 +112,10 @@ class Handedness(nn.Module):
         self.mix = conv(dim)(count, width, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        parts = features[:, : self.dim * self.count].float().unflatten(1, (self.count, self.dim))
-        gradients = torch.stack([_difference(parts, 3 + axis, self.distance) for axis in range(self.dim)], dim=3)
-        sides = normalize(self.norm, determinant(gradients.movedim((2, 3), (-2, -1))))
+        exact = torch.promote_types(features.dtype, torch.float32)
+        parts = features[:, : self.dim * self.count].to(exact).unflatten(1, (self.count, self.dim)).movedim(2, -1)
+        gradients = [_difference(parts, 2 + axis, self.distance) for axis in range(self.dim)]
+        sides = normalize(self.norm, determinant(gradients))
         return channels_last(features + self.mix(sides.to(features.dtype)))
 
 
@@ -123,16 +124,6 @@ def _difference(values: Tensor, axis: int, distance: int) -> Tensor:
     ends = (0, 0) * (values.dim() - 1 - axis) + (distance, distance)
     padded, side = F.pad(values, ends), values.shape[axis]
     return (padded.narrow(axis, 2 * distance, side) - padded.narrow(axis, 0, side)) / 2
-
-
-def determinant(matrices: Tensor) -> Tensor:
-    """Of (..., D, D) for D up to 3, written out: quicker by far than a factorisation of each."""
-    rows = matrices.unbind(-2)
-    if len(rows) == 1:
-        return rows[0][..., 0]
-    if len(rows) == 2:
-        return rows[0][..., 0] * rows[1][..., 1] - rows[0][..., 1] * rows[1][..., 0]
-    return (rows[0] * torch.linalg.cross(rows[1], rows[2])).sum(dim=-1)
 
 
 class Encoder(Network):

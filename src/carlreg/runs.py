@@ -25,7 +25,7 @@ from carlreg.datasets import cache, manifest
 from carlreg.datasets.pairs import TrainingPairs, Validation
 from carlreg.distributed import launch, processes
 from carlreg.images import CT_RANGE
-from carlreg.inputs import choose_device, ct_range_of, voxel_of
+from carlreg.inputs import choose_device, ct_range_of, find_model, voxel_of
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
     SHORT,
@@ -40,7 +40,7 @@ from carlreg.models import (
     xi,
 )
 from carlreg.monitor import Board, is_installed, picture, plot_curves
-from carlreg.networks import Encoder, UNet
+from carlreg.networks import Encoder, Symmetrized, UNet
 from carlreg.precision import Precision
 from carlreg.registration import RegistrationAlgorithm
 from carlreg.training import Progress, Stage, train
@@ -64,8 +64,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"width": 8, "unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)},
 }
 """The paper's network; that of `carl-base`; and one to try things out with."""
-TURNING = ("carl_rot", "carl-rot")
-"""Those that learn rotations, unless they are told not to."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class Settings:
     """Of a new network: `paper`, `small` or `tiny`."""
     width: int | None = None
     """Channels of a new network's encoder, where not those of its size."""
+    handed: int | None = None
+    """Determinants in a new `carl_rot`'s encoder that tell left from right; the paper has none."""
     grid: tuple[int, ...] | None = None
     """Sides of the network's grid; that of the trained model, or the images' own, where not given."""
     voxel: float | None = None
@@ -102,7 +102,7 @@ class Settings:
     flips: bool = True
     permutations: bool = False
     rotate: bool | None = None
-    """Rotations inside the loss; by default for `carl_rot` and what goes on from `carl-rot`."""
+    """Rotations inside the loss; by default for `carl_rot`, and for what goes on from such a network."""
     freeze_batch_norm: bool = False
     seed: int = 0
     precision: Precision = "auto"
@@ -119,6 +119,8 @@ class Settings:
         for name in ("rate", "regularity", "label_weight", "affine_noise"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
+        if self.handed is not None and (self.model != "carl_rot" or self.handed < 0):
+            raise ValueError(f"handed is {self.handed} for {self.model}; expected 0 or more, for a new carl_rot alone")
         if self.voxel is not None and not (self.voxel > 0 and math.isfinite(self.voxel)):
             raise ValueError(f"voxel is {self.voxel}; expected a number of millimetres above 0")
         if self.similarity not in SIMILARITIES:
@@ -135,8 +137,18 @@ class Settings:
         """Whether a new network is trained."""
         return self.model in NETWORKS
 
+    @property
+    def turns(self) -> bool:
+        """Whether the network is a CARL{ROT}, whose encoder is averaged over rotations."""
+        if self.is_new:
+            return self.model == "carl_rot"
+        try:
+            return Symmetrized.__name__ in read_metadata(find_model(self.model))["architecture"]
+        except (ValueError, FileNotFoundError):
+            return False  # what is wrong with the model is told where it is loaded
+
     def stages(self) -> list[Stage]:
-        rotate = SHORT.get(self.model, self.model) in TURNING if self.rotate is None else self.rotate
+        rotate = self.turns if self.rotate is None else self.rotate
         turns_anew = rotate and self.is_new  # as the authors begin with CARL{ROT}: Ξ alone, three times as long
         first = 4_500 if turns_anew else 1_500 if self.is_new else 0
         if self.diffusion_steps is not None:
@@ -255,7 +267,8 @@ def run(
     offsets = [sum(stage.steps for stage in stages[:i]) for i in range(len(stages) + 1)]
     done = _steps_done(folder, offsets) if resumes else 0
     shown.say(
-        f"{split} images to train on, {len(cases) - split} to validate with, grid {' × '.join(map(str, grid))}, "
+        f"{split} images to train on, {len(cases) - split} to validate with, grid {' × '.join(map(str, grid))}"
+        f"{f' with voxels of {voxel:g} mm' if voxel else ''}, "
         f"{config['parameters'] / 1e6:.2f} M parameters, on {place}" + (f" × {team.size}" if team.size > 1 else "")
     )
     if resumes:
@@ -359,6 +372,8 @@ def _new_network(settings: Settings, dim: int) -> RegistrationAlgorithm:
         sizes["width"] = settings.width
     if settings.model == "gradicon":
         del sizes["width"]
+    if settings.model == "carl_rot":
+        sizes["handed"] = settings.handed or 0
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
         if settings.model == "xi":

@@ -43,11 +43,18 @@ def train(
     width: Annotated[
         int | None, typer.Option(help="Channels of a new network's encoder.", min=1, rich_help_panel=NETWORK)
     ] = None,
+    handed: Annotated[
+        int | None,
+        typer.Option(
+            help="Determinants in a new carl_rot's encoder that tell left from right, 16 say; the paper has none.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     grid: Annotated[
         str | None,
         typer.Option(
-            help="Sides that images are stretched to, 96 or 96,112,96 say. By default the trained model's; else the "
-            "images' median, up to 96 in 3-D and 256 in 2-D.",
+            help="Sides of the network's grid, to which images are stretched, 96 or 96,112,96 say. By default the "
+            "trained model's; else the images' median, up to 96 in 3-D and 256 in 2-D.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
@@ -97,7 +104,8 @@ def train(
         bool | None,
         typer.Option(
             "--rotate/--no-rotate",
-            help="Rotate both images, and undo it before the loss; by default for carl_rot and carl-rot alone.",
+            help="Rotate both images, and undo it before the loss; by default for carl_rot and carl-rot, and what goes "
+            "on from such a network, alone.",
             rich_help_panel=VARIATION,
         ),
     ] = None,
@@ -147,6 +155,7 @@ def train(
             model=model,
             size=size,
             width=width,
+            handed=handed,
             grid=_sides(grid),
             voxel=voxel,
             batch=batch,

@@ -23,11 +23,12 @@ from torch import Tensor
 from carlreg import images
 from carlreg.datasets.manifest import Case, DatasetError, PathLike
 from carlreg.images import Image, ImageError, Matrix
-from carlreg.inputs import FOREGROUND
+from carlreg.inputs import FOREGROUND, common_voxel
 from carlreg.models import write_atomically
 
 PREPARATION = 1
-"""Raised whenever the code below, or `images.preprocess` or `images.resize`, makes something else of a file."""
+"""Raised whenever the code below, or `images.preprocess`, `resize`, `frame` or `shown_box`, makes something else of a
+file."""
 LARGEST_SIDE = {2: 256, 3: 96}
 """Of the grid, where none is chosen."""
 SURVEYED = 20
@@ -157,7 +158,7 @@ def _from_cache(case: Case, how: _How, cache: Path) -> Prepared:
 
 
 def fingerprint(case: Case, how: _How) -> str:
-    """Changes with the files (place, size, time of change), the grid and the code that makes it ready."""
+    """Changes with the files (place, size, time of change), what is made of them, and the code that does it."""
     files = [file for file in (case.image, case.labels) if file is not None]
     stats = [
         (str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns)
@@ -165,7 +166,7 @@ def fingerprint(case: Case, how: _How) -> str:
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
     settings = [PREPARATION, list(how.grid), how.ct_range, images.PERCENTILES, case.labels is not None]
-    settings += [] if how.voxel is None else [how.voxel]
+    settings += [] if how.voxel is None else [how.voxel, FOREGROUND]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
@@ -209,10 +210,12 @@ class _Place:
     def around(cls, image: Image, intensities: Tensor, how: _How) -> _Place:
         assert how.voxel is not None
         centre, wide = images.shown_box((intensities > FOREGROUND)[0, 0], image.spacing)
-        if wide > min(how.grid) * how.voxel:
+        side = min(how.grid)
+        if common_voxel([wide], how.voxel, side) != how.voxel:  # `register` would take other voxels
+            change = "larger voxels or a larger grid" if wide > side * how.voxel else "smaller voxels or a smaller grid"
             raise ImageError(
-                f"{image.name} shows something {wide:.0f} mm wide, but {min(how.grid)} voxels of {how.voxel:g} mm are "
-                f"{min(how.grid) * how.voxel:g} mm; expected it to fit: take larger voxels or a larger grid"
+                f"{image.name} shows something {wide:.0f} mm wide, but {side} voxels of {how.voxel:g} mm are "
+                f"{side * how.voxel:g} mm; expected it to fit, and to fill half of that: take {change}"
             )
         return cls(how.grid, centre, [how.voxel / mm for mm in image.spacing])
 
