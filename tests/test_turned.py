@@ -3,6 +3,7 @@ learnt."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from carlreg.images import Image, map_points
 from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
 from carlreg.look import TRIED, look, many_rotations
 from carlreg.losses import diffusion, lncc, nearness
-from carlreg.models import carl_rot, load, save
+from carlreg.models import carl_rot, describe, load, save
 from carlreg.networks import Encoder, Handedness, axis_rotations, rotate_grid
 from carlreg.registration import ClosedFormXi
 from carlreg.synthesis import random_anatomy
@@ -191,6 +192,8 @@ def test_an_encoder_with_sides_reaches_as_far_as_it_says_and_is_kept_in_files(tm
     again = load(tmp_path / "model.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert len(list(model.parameters())) == len(list(again.parameters()))
+    # A network without is described as it was before there were any: older runs go on, older versions read the file.
+    assert "handed" not in json.dumps(describe(carl_rot(2, 2, width=8, unet_down=(4, 4), unet_up=(4, 4))))
     with pytest.raises(ValueError, match="3 determinants of 3 channels each take more than the 8 there are"):
         Encoder(3, width=8, handed=3)
 
