@@ -742,7 +742,9 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     theirs = shown["GradICON, 10.1 M parameters"]
     assert f"[{theirs[0]}, {theirs[2]}, {theirs[3]}]" in index
     now = shown["carl-base"]
-    assert f"carl-base {now[0]}, {now[2]}, {now[3]} |" in index
+    assert f"carl-base {now[0]}, {now[2]}, {now[3]} after 33, and after 18 already ahead |" in index
+    dice = {name: [float(value) for value in values] for name, values in shown.items()}
+    assert all(a > b for a, b in zip(dice["carl-base 2"], dice["GradICON, 10.1 M parameters"], strict=True))
     unseen = experiment("base/results/unseen.json")["means"]
     assert [row.split(" | ", 1)[1] for row in table(page, "| | 13 organs | 5 organs | folds, % |")] == [
         f"{found['dice']:.3f} | {found['dice_five']:.3f} | {found['folds']:.4f} |" for found in unseen.values()
