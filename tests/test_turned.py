@@ -48,12 +48,15 @@ def centre_of(image: Image) -> np.ndarray:
 
 def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
     data = torch.arange(40, dtype=torch.float64).reshape(1, 1, 40, 1).expand(1, 1, 40, 30).contiguous()
-    seen = images.frame(data, (11, 9), centre=(17.25, 14.0), step=(2.5, 1.0))[0, 0]
+    seen = images.Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).see(data)[0, 0]
     want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
     assert torch.allclose(seen, want[:, None].expand(11, 9))
-    wide = images.frame(torch.ones(1, 1, 20, 20), (40, 40), centre=(9.5, 9.5), step=(1.0, 1.0))[0, 0]
+    wide = images.Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).see(torch.ones(1, 1, 20, 20))[0, 0]
     assert wide[10:30, 10:30].min() == 1
     assert wide.sum() == 400
+    labels = images.Frame((40, 40), (9.5, 9.5), (0.5, 1.0)).see_labels(torch.full((1, 1, 20, 20), 7, dtype=torch.uint8))
+    assert labels.dtype == torch.uint8
+    assert torch.equal(labels[0, 0], F.pad(torch.full((40, 20), 7, dtype=torch.uint8), (10, 10)))
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 2.5, 1.3)])

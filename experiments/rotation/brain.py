@@ -6,11 +6,10 @@
 
 The authors' procedure: R and Q any rotations, inside the loss; Ξ alone first (`--first`: with diffusion as theirs, or
 with nearness; `--diffusion` are its steps), then the whole with GradICON. carl-rot went on from what encoder.py writes
-instead of that first stage (`--model`). The same command goes on
-where OUT/run stands. A run is judged by Dice on the `dev` pairs (training subjects kept back), each moving brain turned
-once at random. Writes scores.json, the best model as half floats, and with `--sweep` brain.json: Dice of some pairs for
-every angle about each of the three axes. With `--model`, training goes on from that one, or with `--steps 0` only the
-sweep is made of it.
+instead of that first stage (`--model`). The same command goes on where OUT/run stands. A run is judged by Dice on the
+`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, the best model
+as half floats, and with `--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With
+`--model`, training goes on from that one, or with `--steps 0` only the sweep is made of it.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ from angles import MM  # type: ignore[import-not-found]
 from torch import Tensor
 
 from carlreg.grids import interpolate, pool, voxel_points
+from carlreg.inputs import FOREGROUND
 from carlreg.models import carl_rot, first_step, save, write_atomically
 from carlreg.networks import Symmetrized
 from carlreg.precision import mixed_precision
-from carlreg.registration import CoordinateAttention, Downsample, RegistrationAlgorithm
+from carlreg.registration import CoordinateAttention, RegistrationAlgorithm
 from carlreg.training import Stage
 from carlreg.transforms import Affine, Transform, compose, random_rotation, warp
 
@@ -59,7 +60,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
     model = carl_rot(3, 2, width=arguments.width, handed=arguments.handed, **UNETS).to(device)
-    xi = coordinate_attention_of(model)
+    xi = next(part for part in model.modules() if isinstance(part, CoordinateAttention))
     assert isinstance(xi.encoder, Symmetrized)
     alone = CoordinateAttention(xi.encoder.encoder, PADDING, xi.length)
     data = Data(arguments.data, arguments.side, device)
@@ -109,14 +110,6 @@ def main() -> None:
     write_atomically(arguments.out / "encoder.json", (json.dumps(report, indent=2) + "\n").encode())
     about = {"name": "carl-rot", "grid": " ".join(3 * [str(arguments.side)]), "voxel": f"{MM:g}"}
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=about)
-
-
-def coordinate_attention_of(model: RegistrationAlgorithm) -> CoordinateAttention:
-    part = first_step(model)
-    while isinstance(part, Downsample):
-        part = part.phi
-    assert isinstance(part, CoordinateAttention)
-    return part
 
 
 def views(scans: Tensor, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Affine, Affine]:
@@ -192,7 +185,7 @@ def errors(xi: RegistrationAlgorithm, scans: Tensor) -> dict[str, float]:
         with mixed_precision(scans.device):
             phi = xi(moving, fixed)
         points = voxel_points(fixed)[:, ::4, ::4, ::4]
-        inside = fixed[:, 0, ::4, ::4, ::4] > 0.05
+        inside = fixed[:, 0, ::4, ::4, ::4] > FOREGROUND
         off = (phi(points) - p.inverse()(s(points)))[inside] * WIDE
         apart.append(off.square().sum(dim=-1).sqrt())
     xi.train(was)

@@ -26,6 +26,7 @@ LOOKS = {
 }
 
 CHANGED, BACK = 3500, 2600
+"""Steps of encoder.py, see `places`."""
 COLOURS = ("k", "tab:red", "#d99a00", "tab:blue", "tab:pink", "tab:green")
 
 
@@ -75,15 +76,12 @@ def places(path: Path, folder: Path) -> None:
     """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that is kept,
     determinants were taken elsewhere from step `CHANGED` on, where the counter went back to `BACK`."""
     entries = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    both = enumerate(itertools.pairwise(entries), 1)
-    again = next((n for n, (one, other) in both if other["step"] < one["step"]), len(entries))
+    back = [n for n, (one, other) in enumerate(itertools.pairwise(entries), 1) if other["step"] < one["step"]]
+    first = [entry for entry in entries[: back[0]] if entry["step"] <= CHANGED] if back else []
+    last = entries[back[0] :] if back else entries
     figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-    first = [entry for entry in entries[:again] if again == len(entries) or entry["step"] <= CHANGED]
-    parts = (
-        (first, 0, "before the last block", "0.5"),
-        (entries[again:], CHANGED - BACK, "at the end", "tab:red"),
-    )
-    for part, later, label, colour in parts:
+    looks = ((first, 0, "before the last block", "0.5"), (last, CHANGED - BACK if back else 0, "at the end", "tab:red"))
+    for part, later, label, colour in looks:
         known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
         axis.plot([n for n, _ in known], [mm for _, mm in known], color=colour, marker="o", markersize=3, label=label)
     axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))

@@ -583,38 +583,51 @@ def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
     return data.contiguous()
 
 
-@full_precision
-def frame(data: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Tensor:
-    """Another grid of voxels, `step` of the old ones apart, with its middle at the fractional index `centre`:
-    (B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser, 0 where the image ends.
-    """
-    for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
-        matrix = _averaging(data.shape[axis], _framed_positions(new, middle, gap), gap).to(data)
-        data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
-    return data.contiguous()
+@dataclass(frozen=True)
+class Frame:
+    """Another grid of voxels in an image: `step` of the image's voxels apart, its middle at the fractional index
+    `centre`. Beyond the image there are zeros."""
 
+    shape: tuple[int, ...]
+    centre: tuple[float, ...]
+    step: tuple[float, ...]
 
-def frame_labels(labels: Tensor, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Tensor:
-    """The same for labels of any type: the nearest voxel, 0 where the image ends."""
-    for axis, (new, middle, gap) in enumerate(zip(shape, centre, step, strict=True), start=2):
-        nearest = (_framed_positions(new, middle, gap) + 0.5).floor().long()
-        inside = (nearest >= 0) & (nearest < labels.shape[axis])
-        taken = labels.index_select(axis, nearest.clamp(0, labels.shape[axis] - 1).to(labels.device))
-        labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels)
-    return labels.contiguous()
+    @classmethod
+    def cubic(cls, image: Image, shape: Sequence[int], centre: Sequence[float], voxel: float) -> Frame:
+        """Of cubic voxels, of so many millimetres."""
+        return cls(tuple(shape), tuple(centre), tuple(voxel / mm for mm in image.spacing))
 
+    @full_precision
+    def see(self, data: Tensor) -> Tensor:
+        """(B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser."""
+        for axis, (positions, gap) in enumerate(zip(self._positions(), self.step, strict=True), start=2):
+            matrix = _averaging(data.shape[axis], positions, gap).to(data)
+            data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
+        return data.contiguous()
 
-def _framed_positions(new: int, middle: float, gap: float) -> Tensor:
-    return middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
+    def see_labels(self, labels: Tensor) -> Tensor:
+        """The same for labels of any type: the nearest voxel."""
+        for axis, positions in enumerate(self._positions(), start=2):
+            nearest = (positions + 0.5).floor().long()
+            inside = (nearest >= 0) & (nearest < labels.shape[axis])
+            taken = labels.index_select(axis, nearest.clamp(0, labels.shape[axis] - 1).to(labels.device))
+            labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels)
+        return labels.contiguous()
 
+    def affine(self, image: Image) -> Matrix:
+        """From the frame's voxels to the world."""
+        affine = image.affine.copy()
+        affine[:-1, :-1] *= np.array(self.step)
+        corner = np.array(self.centre) - np.array(self.step) * (np.array(self.shape) - 1) / 2
+        affine[:-1, -1] = map_points(image.affine, corner)
+        return affine
 
-def framed_affine(image: Image, shape: Sequence[int], *, centre: Sequence[float], step: Sequence[float]) -> Matrix:
-    """From the voxels of such a frame to the world."""
-    affine = image.affine.copy()
-    affine[:-1, :-1] *= np.array(step)
-    corner = np.array(centre) - np.array(step) * (np.array(shape) - 1) / 2
-    affine[:-1, -1] = map_points(image.affine, corner)
-    return affine
+    def _positions(self) -> list[Tensor]:
+        """Of the frame's voxels along each axis, as fractional indices of the image."""
+        return [
+            middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
+            for new, middle, gap in zip(self.shape, self.centre, self.step, strict=True)
+        ]
 
 
 def shown_box(there: Tensor, spacing: Sequence[float]) -> tuple[list[float], float]:

@@ -150,12 +150,11 @@ class _Scan:
         return images.shown_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
 
     def framed(self, grid: Sequence[int], voxel: float, centre: Sequence[float], device: torch.device) -> Prepared:
-        step = [voxel / mm for mm in self.image.spacing]
-        data = images.frame(self.data, grid, centre=centre, step=step)
-        mask = self._ones()
-        small = None if mask is None else (images.frame(mask, grid, centre=centre, step=step) > 0.5).float()
-        affine = images.framed_affine(self.image, grid, centre=centre, step=step)
-        return self._prepared(Image(data[0, 0].numpy(), affine, self.image.name), data, small, device)
+        frame, mask = images.Frame.cubic(self.image, grid, centre, voxel), self._ones()
+        data = frame.see(self.data)
+        small = None if mask is None else (frame.see(mask) > 0.5).float()
+        framed = Image(data[0, 0].numpy(), frame.affine(self.image), self.image.name)
+        return self._prepared(framed, data, small, device)
 
     def _ones(self) -> Tensor | None:
         """The mask as 1 inside, 0 outside."""

@@ -28,8 +28,6 @@ from carlreg.images import CT_RANGE
 from carlreg.inputs import choose_device, ct_range_of, find_model, voxel_of
 from carlreg.losses import SIMILARITIES
 from carlreg.models import (
-    SHORT,
-    WEIGHTS,
     available,
     carl,
     carl_rot,
@@ -356,14 +354,13 @@ def _model_file(settings: Settings) -> Path:
     """The trained model to go on from."""
     if settings.width is not None:
         raise ValueError(f"a width is for a new network, but the model is {settings.model}; expected one of the two")
-    stem = SHORT.get(settings.model, settings.model)
-    path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
-    if not path.is_file():
+    try:
+        return find_model(settings.model)
+    except ValueError as error:
         raise ValueError(
             f"no model {settings.model!r}; expected one of {', '.join(NETWORKS)} for a new network, or to go on from "
             f"{', '.join(available())} or the path of a model file"
-        )
-    return path
+        ) from error
 
 
 def _new_network(settings: Settings, dim: int) -> RegistrationAlgorithm:

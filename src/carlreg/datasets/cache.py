@@ -22,12 +22,12 @@ from torch import Tensor
 
 from carlreg import images
 from carlreg.datasets.manifest import Case, DatasetError, PathLike
-from carlreg.images import Image, ImageError, Matrix
+from carlreg.images import Image, ImageError
 from carlreg.inputs import FOREGROUND, common_voxel
 from carlreg.models import write_atomically
 
 PREPARATION = 1
-"""Raised whenever the code below, or `images.preprocess`, `resize`, `frame` or `shown_box`, makes something else of a
+"""Raised whenever the code below, or `images.preprocess`, `resize`, `Frame` or `shown_box`, makes something else of a
 file."""
 LARGEST_SIDE = {2: 256, 3: 96}
 """Of the grid, where none is chosen."""
@@ -178,17 +178,17 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
     image = images.to_closest_ras(original)
     intensities, done = images.preprocess(image, ct_range=how.ct_range)
-    place = None if how.voxel is None else _Place.around(image, intensities, how)
-    on_grid = images.resize(intensities, how.grid) if place is None else place.image(intensities)
+    frame = None if how.voxel is None else _frame(image, intensities, how.voxel, how.grid)
+    on_grid = images.resize(intensities, how.grid) if frame is None else frame.see(intensities)
     tensors = {"image": (255 * on_grid[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
         labels = images.read_labels(case.labels)
         images.check_same_grid(labels, original, "a label map")
         known = _as_tensor(images.to_closest_ras(labels))
-        tensors["labels"] = (images.resize_labels(known, how.grid) if place is None else place.labels(known))[0]
+        tensors["labels"] = (images.resize_labels(known, how.grid) if frame is None else frame.see_labels(known))[0]
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
-    if place is not None:
-        image = Image(on_grid[0, 0].numpy(), place.affine(image), image.name)
+    if frame is not None:
+        image = Image(on_grid[0, 0].numpy(), frame.affine(image), image.name)
     header: dict[str, Any] = {
         "world_to_unit": image.world_to_unit().tolist(),
         "size": [s * (n - 1) for s, n in zip(image.spacing, image.shape, strict=True)],
@@ -198,35 +198,17 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {"prepared": json.dumps(header)}
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where cubic voxels lie in an image: their middle, as an index, and their distance, in voxels of the image."""
-
-    grid: tuple[int, ...]
-    centre: list[float]
-    step: list[float]
-
-    @classmethod
-    def around(cls, image: Image, intensities: Tensor, how: _How) -> _Place:
-        assert how.voxel is not None
-        centre, wide = images.shown_box((intensities > FOREGROUND)[0, 0], image.spacing)
-        side = min(how.grid)
-        if common_voxel([wide], how.voxel, side) != how.voxel:  # `register` would take other voxels
-            change = "larger voxels or a larger grid" if wide > side * how.voxel else "smaller voxels or a smaller grid"
-            raise ImageError(
-                f"{image.name} shows something {wide:.0f} mm wide, but {side} voxels of {how.voxel:g} mm are "
-                f"{side * how.voxel:g} mm; expected it to fit, and to fill half of that: take {change}"
-            )
-        return cls(how.grid, centre, [how.voxel / mm for mm in image.spacing])
-
-    def image(self, data: Tensor) -> Tensor:
-        return images.frame(data, self.grid, centre=self.centre, step=self.step)
-
-    def labels(self, data: Tensor) -> Tensor:
-        return images.frame_labels(data, self.grid, centre=self.centre, step=self.step)
-
-    def affine(self, image: Image) -> Matrix:
-        return images.framed_affine(image, self.grid, centre=self.centre, step=self.step)
+def _frame(image: Image, intensities: Tensor, voxel: float, grid: tuple[int, ...]) -> images.Frame:
+    """Cubic voxels around what an image shows."""
+    centre, wide = images.shown_box((intensities > FOREGROUND)[0, 0], image.spacing)
+    side = min(grid)
+    if common_voxel([wide], voxel, side) != voxel:  # `register` would take other voxels
+        change = "larger voxels or a larger grid" if wide > side * voxel else "smaller voxels or a smaller grid"
+        raise ImageError(
+            f"{image.name} shows something {wide:.0f} mm wide, but {side} voxels of {voxel:g} mm are "
+            f"{side * voxel:g} mm; expected it to fit, and to fill half of that: take {change}"
+        )
+    return images.Frame.cubic(image, grid, centre, voxel)
 
 
 def _as_tensor(labels: Image) -> Tensor:
