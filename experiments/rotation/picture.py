@@ -59,7 +59,7 @@ def main() -> None:
     plots = figure.subplots(len(arguments.method), 5, squeeze=False)
     rows = {}
     for row, (name, source) in zip(plots, (text.split("=", 1) for text in arguments.method), strict=True):
-        transform, told = by_model(source, arguments.no_optimisation)(m, f)
+        transform, told = by_model(source, arguments.no_optimisation)[0](m, f)
         warped = itk.apply(transform, m, f).data
         index = np.moveaxis(np.indices(f.shape), 0, -1)
         found = map_points(np.linalg.inv(m.affine), transform(map_points(f.affine, index)))

@@ -68,12 +68,12 @@ def main() -> None:
     pairs = drawn(data.pairs("brain", "dev" if arguments.dev else "val"), arguments.pairs)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, source in (method.split("=", 1) for method in arguments.method):
-        algorithm = by_program(source) if source in BASELINES else by_model(source, arguments.no_optimisation)
+        algorithm, facts = by_program(source) if source in BASELINES else by_model(source, arguments.no_optimisation)
         path = arguments.out / f"turned-{name}.json"
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
-        how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation}
+        how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation} | facts
         if report["rows"] and any(report.get(key, value) != value for key, value in how.items()):
             sys.exit(f"{path} holds other pairs or another method; expected the same: choose another name")
         made_at = [word for word in report.get("commit", "").split(", ") if word]  # rows may be of several
@@ -100,7 +100,8 @@ def drawn(pairs: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
     return [mixed[n] for n in order[:count]]
 
 
-def by_model(source: str, alone: bool) -> Algorithm:
+def by_model(source: str, alone: bool) -> tuple[Algorithm, dict[str, Any]]:
+    """A model's registrations, and its checksum."""
     model = load_model(source)
     options: dict[str, Any] = {"io_iterations": 0 if alone else None, "over": "fields", "certainty": False}
 
@@ -108,11 +109,11 @@ def by_model(source: str, alone: bool) -> Algorithm:
         result = register(fixed=fixed, moving=moving, model=model, **options)
         return result.transform, result.settings["look"] or {}
 
-    return run
+    return run, {"sha256": model.facts["sha256"]}
 
 
-def by_program(source: str) -> Algorithm:
-    return lambda moving, fixed: (BASELINES[source](Pair("pair", None, None), fixed, moving).transform, {})
+def by_program(source: str) -> tuple[Algorithm, dict[str, Any]]:
+    return lambda moving, fixed: (BASELINES[source](Pair("pair", None, None), fixed, moving).transform, {}), {}
 
 
 @torch.no_grad()
