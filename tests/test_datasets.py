@@ -17,6 +17,8 @@ from carlreg.datasets import cache, manifest
 from carlreg.datasets.cache import Prepared, choose_grid, prepare
 from carlreg.datasets.manifest import Case, Cohort, DatasetError, Pair
 from carlreg.datasets.pairs import STRUCTURES, TrainingPairs, Validation, read_points
+from carlreg.inputs import LoadedModel, prepare_pair
+from carlreg.registration import ClosedFormXi
 
 pytest.importorskip("SimpleITK")
 
@@ -200,6 +202,22 @@ def test_headers_are_heeded(tmp_path: Path) -> None:
     assert not np.array_equal(images.read(paths[0]).data, images.read(paths[1]).data)
     assert torch.equal(one.image, other.image)
     assert one.digest == other.digest
+
+
+def test_a_body_in_a_large_image_is_learnt_as_it_is_registered(tmp_path: Path) -> None:
+    """Without its empty margins, labels alike."""
+    data = np.zeros((60, 50, 40), np.float32)
+    data[30:50, 2:48, 5:30] = np.random.default_rng(0).uniform(50, 200, (20, 46, 25))
+    images.write(images.Image(data, np.eye(4)), tmp_path / "s.nii.gz")
+    images.write(images.Image((data > 0).astype(np.uint8), np.eye(4)), tmp_path / "l.nii.gz")
+    scan = images.read(tmp_path / "s.nii.gz")
+    _, seen = prepare_pair(scan, scan, LoadedModel(ClosedFormXi(3), (32, 32, 32), {}), CPU)
+    (case,) = prepare([Case(tmp_path / "s.nii.gz", tmp_path / "l.nii.gz")], (32, 32, 32), tmp_path / "cache")
+    assert torch.equal(case.image, (255 * seen.tensor[0]).round().byte())
+    assert np.allclose(np.array(case.world_to_unit), seen.image.world_to_unit())
+    assert case.labels is not None
+    filled = [int((case.labels[0].sum(dim=[n for n in range(3) if n != axis]) > 0).sum()) / 32 for axis in range(3)]
+    assert filled == pytest.approx([0.9, 46 / 50, 0.9], abs=1 / 32 + 0.01)
 
 
 def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:

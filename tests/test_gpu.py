@@ -123,23 +123,21 @@ def test_training_is_deterministic_where_asked(rotations: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("handed", "rounding"), [(0, 0.01), (4, 0.05)])
+@pytest.mark.parametrize("handed", [0, 4])
 @pytest.mark.parametrize("regularity", ["diffusion", "gradicon"])
-def test_graphs_change_no_step_with_rotations(regularity: str, handed: int, rounding: float) -> None:
-    """Each step turns the images anew, with rotations that the captured graph finds in its inputs. Determinants of an
-    untrained encoder's features make more of what half floats round away: 0.02 after eight steps on an H200."""
+def test_graphs_change_no_step_with_rotations(regularity: str, handed: int) -> None:
+    """Each step turns the images anew, with rotations that the captured graph finds in its inputs. The weights stay as
+    they are: over several steps an untrained network makes one or two per cent of what half floats round away."""
     moving, fixed = smooth_images(64, 64, batch=8).split(4)
-    start = carl_rot(2, 2, width=16, handed=handed, **NARROW).state_dict()
+    torch.manual_seed(0)
+    model = carl_rot(2, 2, width=16, handed=handed, **NARROW).cuda().train()
     losses = []
     for graphs in (False, True):
-        model = carl_rot(2, 2, width=16, handed=handed, **NARROW)
-        model.load_state_dict(start)
-        stage = Stage(8, regularity, rotate=True)
-        step = TrainingStep(model.cuda().train(), stage, device=moving.device, graphs=graphs)
-        losses.append([float(step(moving, fixed, 1e-4, seed=n).total) for n in range(8)])
+        step = TrainingStep(model, Stage(8, regularity, rotate=True), device=moving.device, graphs=graphs)
+        losses.append([float(step(moving, fixed, 0.0, seed=n).total) for n in range(8)])
         assert (step.graph is not None) == graphs
-    assert losses[0] == pytest.approx(losses[1], rel=rounding)
-    assert len(set(losses[1])) == 8
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert max(losses[1]) > 1.02 * min(losses[1])  # the rotations matter
 
 
 def test_a_look_sees_the_same_on_the_gpu() -> None:

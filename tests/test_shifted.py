@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, Transform
@@ -105,6 +106,29 @@ def test_a_network_sees_a_cube_on_its_own_grid(grid: ModuleType, data: Any) -> N
     at_rest = grid.sweep(lambda moving, fixed: Identity(), data, pairs, 1, 0, 48)
     assert set(seen) == {(24, 24, 24)}
     assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)
+
+
+def test_a_network_sees_a_cube_without_its_margins(grid: ModuleType, data: Any) -> None:
+    """However the cube is cut, and wherever the scan lies in it: shifted scans look the same, and an answer in the
+    network's unit box is one of the cube's."""
+    pairs = data.pairs("brain", "val")
+    seen = []
+
+    def told(moving: Tensor, fixed: Tensor) -> Transform:
+        seen.append(moving)
+        return Identity()
+
+    at_rest, found = (grid.sweep(told, data, pairs, 1, shift, 64, 24, True) for shift in (0, 9))
+    half = len(seen) // 2
+    for still, moved in zip(seen[:half], seen[half:], strict=True):
+        assert tuple(still.shape[2:]) == (24, 24, 24)
+        assert (still - moved).abs().max() < 1e-4
+    # The boxes around both scans are laid onto one another, so the shift is undone.
+    assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)
+    assert min(found["dice"]) > 0
+    _, there, back = grid.as_seen(F.pad(torch.ones(2, 1, 8, 8, 8), (3, 20, 11, 12, 20, 3)), 24, True)
+    points = torch.rand(2, 50, 3)
+    assert torch.allclose(back(there(points)), points, atol=1e-5)
 
 
 def test_with_room_a_scan_is_smaller_whole_and_anywhere(data: Any) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SMALL
 
-from carlreg import Registration, images, register
+from carlreg import Registration, gradicon, images, register
 from carlreg.explain import explain
 from carlreg.grids import determinant
 from carlreg.images import Image, map_points
@@ -81,6 +82,70 @@ def test_framed_images_lie_where_they_lay(spacing: tuple[float, ...]) -> None:
         assert np.abs(centre_of(shown) - centre_of(scan)).max() < 0.1
         # In the middle of the cube, up to half a voxel of the scan.
         assert np.abs(map_points(seen.image.unit_to_world(), [0.5] * 3) - centre_of(scan)).max() < max(spacing)
+
+
+def test_empty_margins_are_left_away_wherever_the_body_lies() -> None:
+    """A body in a much larger image is seen as large as in one that it fills, and the same at any whole shift."""
+    model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
+    affine = np.diag([1.5, 2.0, 1.0, 1.0])
+    body = ball((50, 50, 40), affine, (37.0, 50.0, 20.0), 24)  # wider than the image's third axis
+    far = np.pad(body.data, ((37, 3), (0, 70), (0, 0)))
+    other = np.pad(body.data, ((9, 31), (41, 29), (0, 0)))
+    there = affine.copy()
+    there[:3, 3] = map_points(affine, (-37, 0, 0))
+    seen, moved = prepare_pair(Image(far, there), Image(other, affine), model, CPU)
+    assert (seen.tensor - moved.tensor).abs().max() < 1e-5
+    for scan in (seen, moved):
+        shown = (scan.tensor > 0.05)[0, 0].nonzero()
+        for axis in range(2):
+            filled = int(shown[:, axis].max() - shown[:, axis].min() + 1)
+            assert filled / 32 == pytest.approx(0.9, abs=2 / 32)
+        assert scan.image.spacing[2] * 31 == pytest.approx(39.0)  # whole
+    here = Image(seen.tensor[0, 0].numpy(), seen.image.affine)
+    assert np.abs(centre_of(here) - centre_of(body)).max() < 0.1  # it stays where it is
+
+
+@pytest.mark.parametrize("filled", [0.6, 0.7])
+def test_narrow_margins_stay(filled: float) -> None:
+    model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
+    data = np.zeros((50, 50, 50), np.float32)
+    data[: int(50 * filled), :, :] = 100 + np.arange(50)
+    scan = Image(data, np.eye(4))
+    seen, _ = prepare_pair(scan, scan, model, CPU)
+    whole, _ = prepare_pair(scan, scan, replace(model, whole=True), CPU)
+    stretched = images.resize(images.preprocess(images.to_closest_ras(scan))[0], (32, 32, 32))
+    assert torch.equal(whole.tensor, stretched)
+    assert torch.equal(seen.tensor, stretched) == (filled > images.CROWDED)
+
+
+def test_a_mask_is_no_margin() -> None:
+    """Nothing that a mask names is left away, and the mask stays over what it covers."""
+    model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
+    scan = ball((40, 40, 40), np.eye(4), (12, 12, 12), 7)
+    data = np.zeros(scan.shape, np.uint8)
+    data[9:16, 9:16, 9:25] = 1
+    _, seen = prepare_pair(scan, scan, model, CPU, moving_mask=replace(scan, data=data))
+    assert seen.mask is not None
+    assert float(seen.mask.sum()) * np.prod(seen.image.spacing) == pytest.approx(data.sum(), rel=0.15)
+    want = centre_of(replace(scan, data=data))
+    assert np.abs(centre_of(Image(seen.mask[0, 0].numpy(), seen.image.affine)) - want).max() < 0.5
+
+
+def test_a_scan_in_a_large_empty_image_is_registered_as_without_it() -> None:
+    """And where its empty margins lie does not matter: the answer is the same map of the world."""
+    made = random_anatomy((24, 24, 24), generator=torch.Generator().manual_seed(0), body=(0.42, 0.46))
+    tight = [Image(image[0, 0].numpy(), np.eye(4)) for image in (made.fixed, made.moving)]
+    model = LoadedModel(gradicon(3, 2, **SMALL).eval(), (16, 16, 16), {})
+    answers = []
+    for margins in (((15, 15),) * 3, ((3, 27), (25, 5), (15, 15))):
+        origin = np.eye(4)
+        origin[:3, 3] = [-before for before, _ in margins]
+        moving = Image(np.pad(tight[1].data, margins), origin)
+        answer = register(fixed=tight[0], moving=moving, model=model, io_iterations=5, over="fields", device="cpu")
+        answers.append(answer.transform(np.array([[5.0, 12.0, 12.0], [12.0, 10.0, 15.0], [17.0, 15.0, 7.0]])))
+        assert max(answer.settings["inputs"]["moving"]["seen_mm"]) < 30
+        assert answer.warped.shape == tight[0].shape
+    assert np.abs(answers[0] - answers[1]).max() < 1e-3
 
 
 @pytest.mark.parametrize(

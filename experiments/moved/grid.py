@@ -9,9 +9,9 @@ structures; networks alone, or another program by its name in `carl evaluate`. T
 voxels along each axis in turn, up to half of a scan's 96; what comes in is 0, and what leaves is lost to the network,
 not to the score: labels are carried along unharmed. `visible` is the share of the moving brain that is still in the
 image. With `--frame 192` both images lie in the middle of an empty cube, which no shift leaves. With `--frame 160
---grid 96` the network sees such a cube as `carl register` shows it a scan with much empty space around: on its own
-grid, so that the brain is smaller. Writes shifts-96.json, shifts-192.json or shifts-160-seen-96.json, and a figure of
-what that file holds: a method that is there already is left out.
+--grid 96` the network sees such a cube on its own grid, so that the brain is smaller; with `--crop` as well, without
+the empty margins, as `carl register` shows it. Writes shifts-96.json, shifts-192.json, shifts-160-seen-96.json or
+shifts-160-cropped-96.json, and a figure of what that file holds: a method that is there already is left out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from carlreg.baselines import BASELINES
 from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Method
 from carlreg.grids import voxel_points
-from carlreg.images import from_array, map_points, resize
+from carlreg.images import Frame, from_array, map_points, resize
+from carlreg.inputs import FOREGROUND
 from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
 from carlreg.precision import mixed_precision
-from carlreg.transforms import Affine, DisplacementField, Transform, compose, warp
+from carlreg.transforms import Affine, DisplacementField, Identity, Transform, compose, warp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
@@ -67,11 +68,13 @@ def main() -> None:
     parser.add_argument(
         "--grid", type=int, help="voxels a side that the network sees that cube with; as many if left out"
     )
+    parser.add_argument("--crop", action="store_true", help="without empty margins, as `carl register` shows it")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     grid = arguments.grid or arguments.frame
-    path = arguments.out / f"shifts-{arguments.frame}{f'-seen-{grid}' if grid != arguments.frame else ''}.json"
+    way = f"-cropped-{grid}" if arguments.crop else f"-seen-{grid}" if grid != arguments.frame else ""
+    path = arguments.out / f"shifts-{arguments.frame}{way}.json"
     report: dict[str, Any] = {"methods": {}}
     if path.exists():
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -86,11 +89,11 @@ def main() -> None:
         report |= {"side": arguments.frame, "grid": grid, "set": arguments.set, "split": arguments.split}
     for name, source in wanted.items():
         model = by_program(BASELINES[source]) if source in BASELINES else start_from(Path(source), device).eval()
-        still = sweep(model, data, pairs, 0, 0, arguments.frame, grid)
+        still = sweep(model, data, pairs, 0, 0, arguments.frame, grid, arguments.crop)
         rows: list[dict[str, Any]] = [{"axis": axis, "voxels": 0, **still} for axis in arguments.axes]
         for axis in arguments.axes:
             for voxels in (n for n in arguments.shifts if n):
-                found = sweep(model, data, pairs, AXES.index(axis), voxels, arguments.frame, grid)
+                found = sweep(model, data, pairs, AXES.index(axis), voxels, arguments.frame, grid, arguments.crop)
                 rows.append({"axis": axis, "voxels": voxels, **found})
                 means = {key: round(float(np.mean(rows[-1][key])), 4) for key in ("dice", "visible")}
                 print(name, axis, voxels, means, flush=True)
@@ -129,6 +132,7 @@ def sweep(
     voxels: int,
     frame: int,
     grid: int | None = None,
+    crop: bool = False,
 ) -> dict[str, list[float]]:
     """Of each pair, with the moving image shifted along one axis: Dice, and how much of it is visible."""
     by = torch.zeros(1, 3)
@@ -140,8 +144,9 @@ def sweep(
         some = pairs[first : first + together]
         moving, fixed = (framed([data.image(pair[side]) for pair in some], frame) for side in (0, 1))
         shifted = warp(moving, shift, like=moving, outside="zeros")
+        (m, of_m, _), (f, _, to_f) = (as_seen(image, grid or frame, crop) for image in (shifted, fixed))
         with mixed_precision(data.device):
-            phi = model(*(resize(image, (grid or frame,) * 3) for image in (shifted, fixed)))
+            phi = compose(of_m, model(m, f), to_f)
         labels = [
             framed([data.images[f"{pair[side]}/labels"][None, None].float() for pair in some], frame) for side in (0, 1)
         ]
@@ -150,6 +155,21 @@ def sweep(
         seen, whole = ((image > 0.02).sum((1, 2, 3, 4)) for image in (shifted, moving))
         found["visible"] += (seen / whole).tolist()
     return found
+
+
+def as_seen(cube: Tensor, side: int, crop: bool) -> tuple[Tensor, Transform, Transform]:
+    """Images (B, 1, n, n, n) on the network's grid, the map from its unit box to theirs, and back."""
+    frames = [Frame.without_margins(one[0] > FOREGROUND, (side,) * 3) if crop else None for one in cube]
+    if not any(frames):
+        return resize(cube, (side,) * 3), Identity(), Identity()
+    whole = Frame((side,) * 3, 3 * ((cube.shape[-1] - 1) / 2,), 3 * ((cube.shape[-1] - 1) / (side - 1),))
+    chosen = [frame or whole for frame in frames]
+    seen = torch.cat([frame.see(one[None]) for frame, one in zip(chosen, cube, strict=True)])
+    middle, step = (torch.tensor([getattr(frame, name) for frame in chosen]).to(cube) for name in ("centre", "step"))
+    scale = step * (side - 1) / (cube.shape[-1] - 1)
+    corner = middle / (cube.shape[-1] - 1) - scale / 2
+    there = Affine.from_parts(torch.diag_embed(scale), corner)
+    return seen, there, Affine.from_parts(torch.diag_embed(1 / scale), -corner / scale)
 
 
 def framed(images: list[Tensor], side: int) -> Tensor:

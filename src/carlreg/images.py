@@ -40,6 +40,8 @@ LEAST_SIDE = 4
 CT_RANGE = (-1000.0, 1000.0)
 """Air and dense bone, in Hounsfield units."""
 PERCENTILES = (0.1, 99.9)
+CROWDED = 2 / 3
+"""Of an image's side: where what is shown fills less, the empty margins are left away."""
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
 
@@ -597,6 +599,19 @@ class Frame:
         """Of cubic voxels, of so many millimetres."""
         return cls(tuple(shape), tuple(centre), tuple(voxel / mm for mm in image.spacing))
 
+    @classmethod
+    def without_margins(cls, there: Tensor, shape: Sequence[int]) -> Frame | None:
+        """Of an image that shows something where `there` is true, without margins that show nothing. Where it fills
+        less than `CROWDED` of a side, the frame leaves a twentieth of its own side free at either end, wherever in the
+        image it lies; other sides are seen whole. None where all sides are."""
+        centre, step, wide = [], [], []
+        for (low, high), old, new in zip(_ends(there), there.shape, shape, strict=True):
+            shown = high - low + 1
+            wide.append(shown < CROWDED * old)
+            centre.append((low + high if wide[-1] else old - 1) / 2)
+            step.append((shown / 0.9 - 1 if wide[-1] else old - 1) / max(new - 1, 1))
+        return cls(tuple(shape), tuple(centre), tuple(step)) if any(wide) else None
+
     @full_precision
     def see(self, data: Tensor) -> Tensor:
         """(B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser."""
@@ -633,12 +648,18 @@ class Frame:
 def shown_box(there: Tensor, spacing: Sequence[float]) -> tuple[list[float], float]:
     """The middle, as a fractional index, of the box around the voxels (*shape) that are true, all of them if none is;
     and how wide that box is at most, in millimetres."""
+    ends = _ends(there)
+    sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, spacing, strict=True)]
+    return [(low + high) / 2 for low, high in ends], max(sides)
+
+
+def _ends(there: Tensor) -> list[tuple[float, float]]:
+    """Along each axis the first and the last voxel that is true; of the whole where none is."""
     ends = []
     for axis in range(there.dim()):
         found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
         ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
-    sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, spacing, strict=True)]
-    return [(low + high) / 2 for low, high in ends], max(sides)
+    return ends
 
 
 def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:

@@ -101,11 +101,11 @@ def prepare_pair(
 
     A model whose file names a `voxel` gets both images with the same cubic voxels, around what each of them shows: a
     rotation of the one against the other is then a rotation of the grid, too. All other models get each image stretched
-    to their grid.
+    to their grid, without wide margins that show nothing; but for `whole`, which get those, too.
     """
     scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
     if model.voxel is None or model.grid is None:
-        f, m = (scan.stretched(model.grid or scan.image.shape, device) for scan in scans)
+        f, m = (scan.stretched(model.grid, model.whole, device) for scan in scans)
     else:
         shown = [scan.shown() for scan in scans]
         voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
@@ -138,8 +138,14 @@ class _Scan:
             raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(model.grid)}-D images")
         return cls(turned, turned_mask, data, done.words)
 
-    def stretched(self, grid: Sequence[int], device: torch.device) -> Prepared:
+    def stretched(self, grid: Sequence[int] | None, whole: bool, device: torch.device) -> Prepared:
         mask = self._ones()
+        if grid is not None and not whole:
+            there = self.data > FOREGROUND if mask is None else (self.data > FOREGROUND) | (mask > 0)
+            frame = images.Frame.without_margins(there[0, 0], grid)
+            if frame is not None:
+                return self._through(frame, device)
+        grid = grid or self.image.shape
         small = None if mask is None else images.resize_labels(mask, grid)
         return self._prepared(self.image, images.resize(self.data, grid), small, device)
 
@@ -150,7 +156,10 @@ class _Scan:
         return images.shown_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
 
     def framed(self, grid: Sequence[int], voxel: float, centre: Sequence[float], device: torch.device) -> Prepared:
-        frame, mask = images.Frame.cubic(self.image, grid, centre, voxel), self._ones()
+        return self._through(images.Frame.cubic(self.image, grid, centre, voxel), device)
+
+    def _through(self, frame: images.Frame, device: torch.device) -> Prepared:
+        mask = self._ones()
         data = frame.see(self.data)
         small = None if mask is None else (frame.see(mask) > 0.5).float()
         framed = Image(data[0, 0].numpy(), frame.affine(self.image), self.image.name)
@@ -249,6 +258,8 @@ class LoadedModel:
     """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
     looks: bool = False
     """Whether to look first if the images are turned against each other."""
+    whole: bool = False
+    """Whether it is shown empty margins, too, however wide they are, as networks of the paper's authors were."""
 
 
 AUTO = "auto"
@@ -284,7 +295,8 @@ def load_model(
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
-    return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel)
+    whole = "imported_from" in about
+    return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel, whole=whole)
 
 
 def voxel_of(about: Mapping[str, str], path: Path) -> float | None:

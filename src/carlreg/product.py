@@ -630,17 +630,19 @@ def _peak_memory(device: torch.device) -> dict[str, float]:
 
 def _describe_inputs(sources: Mapping[str, Any], case: Case) -> dict[str, Any]:
     told = {name: _source(source) for name, source in sources.items() if source is not None}
-    told["fixed"] |= _describe(case.fixed, case.f.words)
-    told["moving"] |= _describe(case.moving, case.m.words)
+    told["fixed"] |= _describe(case.fixed, case.f)
+    told["moving"] |= _describe(case.moving, case.m)
     return told
 
 
-def _describe(image: Image, words: str) -> dict[str, Any]:
+def _describe(image: Image, prepared: Prepared) -> dict[str, Any]:
+    seen = prepared.image  # closest to RAS, without wide margins
     return {
         "shape": list(image.shape),
         "spacing_mm": [round(float(s), 6) for s in image.spacing],
         "sha256_voxels": hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
-        "intensities": words,
+        "intensities": prepared.words,
+        "seen_mm": [round(s * (n - 1), 3) for s, n in zip(seen.spacing, seen.shape, strict=True)],
     }
 
 

@@ -26,7 +26,7 @@ from carlreg.images import Image, ImageError
 from carlreg.inputs import FOREGROUND, common_voxel
 from carlreg.models import write_atomically
 
-PREPARATION = 1
+PREPARATION = 2
 """Raised whenever the code below, or `images.preprocess`, `resize`, `Frame` or `shown_box`, makes something else of a
 file."""
 LARGEST_SIDE = {2: 256, 3: 96}
@@ -110,8 +110,8 @@ def prepare(
     voxel: float | None = None,
 ) -> list[Prepared]:
     """Make all cases ready, or take them from the cache; `callback` gets the number of those done. `ct_range` is for
-    `images.preprocess`. With `voxel`, images are not stretched to the grid, but laid into it with cubic voxels of so
-    many millimetres, around what they show.
+    `images.preprocess`. Images are stretched to the grid, without wide margins that show nothing; or, with `voxel`,
+    laid into it with cubic voxels of so many millimetres, around what they show.
 
     All are looked at before the first unusable one is complained about, so that the message can name the others.
     """
@@ -165,8 +165,7 @@ def fingerprint(case: Case, how: _How) -> str:
         for file in files
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
-    settings = [PREPARATION, list(how.grid), how.ct_range, images.PERCENTILES, case.labels is not None]
-    settings += [] if how.voxel is None else [how.voxel, FOREGROUND]
+    settings = [PREPARATION, list(how.grid), how.ct_range, images.PERCENTILES, case.labels is not None, how.voxel]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
@@ -178,7 +177,11 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
     image = images.to_closest_ras(original)
     intensities, done = images.preprocess(image, ct_range=how.ct_range)
-    frame = None if how.voxel is None else _frame(image, intensities, how.voxel, how.grid)
+    there = (intensities > FOREGROUND)[0, 0]
+    if how.voxel is None:
+        frame = images.Frame.without_margins(there, how.grid)
+    else:
+        frame = _cubic(image, there, how.voxel, how.grid)
     on_grid = images.resize(intensities, how.grid) if frame is None else frame.see(intensities)
     tensors = {"image": (255 * on_grid[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
@@ -198,9 +201,9 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {"prepared": json.dumps(header)}
 
 
-def _frame(image: Image, intensities: Tensor, voxel: float, grid: tuple[int, ...]) -> images.Frame:
+def _cubic(image: Image, there: Tensor, voxel: float, grid: tuple[int, ...]) -> images.Frame:
     """Cubic voxels around what an image shows."""
-    centre, wide = images.shown_box((intensities > FOREGROUND)[0, 0], image.spacing)
+    centre, wide = images.shown_box(there, image.spacing)
     side = min(grid)
     if common_voxel([wide], voxel, side) != voxel:  # `register` would take other voxels
         change = "larger voxels or a larger grid" if wide > side * voxel else "smaller voxels or a smaller grid"
