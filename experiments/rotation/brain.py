@@ -1,29 +1,26 @@
-"""Train CARL{ROT} in 3-D on brains and random anatomy, and score it on turned brains.
+"""Train CARL{ROT} in 3-D on brains and random anatomy.
 
     python experiments/base/prepare.py DATA carry/turned.npz --sets brain --isotropic 2
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 500          # again, until all steps are done
-    python experiments/rotation/brain.py carry/turned.npz OUT --seconds 0 --sweep 6  # Dice against the angle
 
 The authors' procedure: R and Q any rotations, inside the loss; Ξ alone first (`--first`: with diffusion as theirs, or
 with nearness; `--diffusion` are its steps), then the whole with GradICON. carl-rot went on from what encoder.py writes
 instead of that first stage (`--model`). The same command goes on where OUT/run stands. A run is judged by Dice on the
-`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, the best model
-as half floats, and with `--sweep` brain.json: Dice of some pairs for every angle about each of the three axes. With
-`--model`, training goes on from that one, or with `--steps 0` only the sweep is made of it.
+`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, and the best
+model as half floats. turned.py scores it at every angle.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from angles import ANGLES, MM, PLANES, turn  # type: ignore[import-not-found]
+from angles import MM  # type: ignore[import-not-found]
 
 from carlreg.models import carl_rot, load, save, write_atomically
 from carlreg.registration import RegistrationAlgorithm
@@ -51,10 +48,6 @@ def main() -> None:
     parser.set_defaults(diffusion=1500, steps=6000, synthetic=0.3)
     parser.add_argument("--handed", type=int, default=HANDED, help="determinants in the encoder that tell the sides")
     parser.add_argument("--first", default="nearness", choices=FIRST, help="the first stage's regulariser")
-    parser.add_argument("--sweep", type=int, default=0, help="pairs to turn by every angle")
-    parser.add_argument("--split", default="val", choices=("dev", "val"), help="of the sweep")
-    parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
-    parser.add_argument("--optimize", type=int, default=0, help="steps of instance optimisation in the sweep")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
@@ -109,16 +102,6 @@ def main() -> None:
     write_atomically(arguments.out / "scores.json", (json.dumps(report, indent=2) + "\n").encode())
     about = {"name": "carl-rot", "grid": " ".join(3 * [str(arguments.side)]), "voxel": str(MM)}
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=about)
-    if arguments.sweep:
-        pairs = random.Random(0).sample(data.pairs("brain", arguments.split), arguments.sweep)
-        sweep: dict[str, Any] = {**report, "pairs": pairs, "planes": {plane: {} for plane in PLANES}}
-        for angle in arguments.angles:
-            for name, plane in PLANES.items():
-                by = turn(angle, (arguments.side,) * 3, like=like, plane=plane)
-                rows = [data.score(model, "brain", *pair, arguments.optimize, by) for pair in pairs]
-                sweep["planes"][name][f"{angle:g}"] = [row["dice"] for row in rows]
-                print(f"{name}, {angle:g}°: Dice {np.mean([row['dice'] for row in rows]):.4f}", flush=True)
-            write_atomically(arguments.out / "brain.json", (json.dumps(sweep) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
-runs.json, sweep.json and sweep.npz of the retinas; brain.json, and brain-NAME.json of other networks; turned-NAME.json
-of whole registrations; log-encoder.jsonl of encoder.py.
+runs.json, sweep.json and sweep.npz of the retinas; turned-NAME.json of brains; log-encoder.jsonl of encoder.py.
 
 python experiments/rotation/plot.py experiments/rotation/results
 """
@@ -58,18 +57,6 @@ def curves(folder: Path) -> None:
     named = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
     left.legend(named.values(), named.keys(), fontsize=8)
     figure.savefig(folder / "angles.png", dpi=110)
-
-
-def brains(paths: list[Path], folder: Path) -> None:
-    """One line for every plane in which brains are turned."""
-    figure, axis = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
-    for path, colour in zip(paths, ("tab:red", "#d99a00", "tab:blue", "tab:green", "k"), strict=False):
-        planes = json.loads(path.read_text(encoding="utf-8"))["planes"]
-        for plane, style in zip(planes, ("-", "--", ":"), strict=True):
-            line(axis, planes[plane], color=colour, linestyle=style, label=f"{path.stem}, {plane}")
-    axis.set(xlabel="degrees by which the moving brain is turned", ylabel="Dice, subcortical", ylim=(0, 1))
-    axis.legend(fontsize=8)
-    figure.savefig(folder / "brain.png", dpi=110)
 
 
 def places(path: Path, folder: Path) -> None:
@@ -134,8 +121,6 @@ def main() -> None:
     folder = parser.parse_args().folder
     if (folder / "runs.json").exists():
         curves(folder)
-    if paths := sorted(folder.glob("brain*.json")):
-        brains(paths, folder)
     if (folder / "log-encoder.jsonl").exists():
         places(folder / "log-encoder.jsonl", folder)
     if paths := sorted(folder.glob("turned-*.json")):
