@@ -586,14 +586,15 @@ AXES = ("left to right", "back to front", "bottom to top")
 
 def test_the_page_about_shifts_says_what_the_files_say() -> None:
     page = read("experiments/moved/README.md")
-    own, room, framed = (experiment(f"moved/results/shifts-{side}.json") for side in ("96", "160-seen-96", "192"))
+    ways = ("96", "160-seen-96", "160-cropped-96", "192")
+    own, room, cropped, framed = (experiment(f"moved/results/shifts-{way}.json") for way in ways)
     rows = []
-    for found in (own, room, framed):
+    for found in (own, room, cropped, framed):
         for name in ("carl-base", "gradicon"):
-            few = " on 4 pairs" if found is room and name == "gradicon" else ""
+            assert len(found["methods"][name]["pairs"]) == 56
             for axis in AXES:
                 dice = [f"{mean(row['dice']):.3f}" for row in found["methods"][name]["rows"] if row["axis"] == axis]
-                rows.append(f"| {name}{few}, {axis} | {' | '.join(dice)} |")
+                rows.append(f"| {name}, {axis} | {' | '.join(dice)} |")
         if found is own:
             ants, base = (found["methods"][name] for name in ("ANTs", "carl-base"))
             some = [base["pairs"].index(pair) for pair in ants["pairs"]]
@@ -610,16 +611,16 @@ def test_the_page_about_shifts_says_what_the_files_say() -> None:
     cube, other = (framed["in_view"][name] for name in ("carl-base", "gradicon"))
     matches = experiment("moved/results/attention.json")["rows"][0]
     changed = ours["mean_absolute_change"]
-    seen, fewer = (room["in_view"][name] for name in ("carl-base", "gradicon"))
-    all_pairs, four = (room["methods"][name] for name in ("carl-base", "gradicon"))
-    assert len(four["pairs"]) == 4
-    rest = mean(all_pairs["rows"][0]["dice"][all_pairs["pairs"].index(pair)] for pair in four["pairs"])
+    seen, other_seen = (room["in_view"][name] for name in ("carl-base", "gradicon"))
+    cut, other_cut = (cropped["in_view"][name] for name in ("carl-base", "gradicon"))
     assert max(changed, seen["mean_absolute_change"], cube["mean_absolute_change"]) < 0.01
     for name, sentence in (
         ("moved/README.md", f"changes by {seen['mean_absolute_change']:.4f} on average over {seen['cases']} cases"),
-        ("moved/README.md", f"in view (at worst {seen['lowest']:.3f})"),
-        ("moved/README.md", f"GradICON's by {fewer['mean_absolute_change']:.4f} over {fewer['cases']} cases"),
-        ("moved/README.md", f"(at worst {fewer['lowest']:.3f}). carl-base has {rest:.3f} on these four at rest"),
+        ("moved/README.md", f"in view (at worst {seen['lowest']:.3f}), GradICON"),
+        ("moved/README.md", f"by {other_seen['mean_absolute_change']:.4f} (at worst {other_seen['lowest']:.3f})"),
+        ("moved/README.md", f"{cut['at_rest']:.3f} instead of {seen['at_rest']:.3f}, and carl-base changes by"),
+        ("moved/README.md", f"{cut['mean_absolute_change']:.4f} on average (at worst {cut['lowest']:.3f})"),
+        ("moved/README.md", f"GradICON too ({other_cut['mean_absolute_change']:.4f})"),
         ("moved/README.md", f"Dice changes by {changed:.3f} to {cube['mean_absolute_change']:.3f} on average, however"),
         ("moved/README.md", f"changes by {changed:.4f} on average over {ours['cases']} cases"),
         ("moved/README.md", f"({ours['mean_change']:+.4f} with its sign; at worst {ours['lowest']:.3f})"),
@@ -727,7 +728,7 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     page, index = read("experiments/base/README.md"), read("experiments/README.md")
     files = {"carl-base": "", "GradICON, 10.1 M parameters": "-grad", "CARL without abdomens": "-left"}
     files |= {"carl-base 3": "-4", "carl-base 3 with Ψ3": "-refine", "carl-base 2": "-3"}
-    files |= {"GradICON after its first run": "-grad-1"}
+    files |= {"GradICON after its first run": "-grad-1", "GradICON after its second run": "-grad-2"}
     scores = {name: experiment(f"base/results/scores{end}.json")["val"]["network"] for name, end in files.items()}
     shown = {}
     for name, found in scores.items():
@@ -742,9 +743,19 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     theirs = shown["GradICON, 10.1 M parameters"]
     assert f"[{theirs[0]}, {theirs[2]}, {theirs[3]}]" in index
     now = shown["carl-base"]
-    assert f"carl-base {now[0]}, {now[2]}, {now[3]} after 33, and after 18 already ahead |" in index
-    dice = {name: [float(value) for value in values] for name, values in shown.items()}
-    assert all(a > b for a, b in zip(dice["carl-base 2"], dice["GradICON, 10.1 M parameters"], strict=True))
+    assert f"carl-base {now[0]}, {now[2]}, {now[3]} after as many |" in index
+    ours, others = (
+        [found["brain"]["dice"], found["abdomen"]["dice"], found["abdomen"]["dice_five"], found["hippocampus"]["dice"]]
+        for found in (scores["carl-base"], scores["GradICON, 10.1 M parameters"])
+    )
+    ahead = [f"{a - b:.3f}" for a, b in zip(ours, others, strict=True)]
+    assert f"by {ahead[0]} on brains, {ahead[1]} and {ahead[2]} on abdomens, {ahead[3]} on hippocampi" in page
+    rows = []
+    for width in (32, 64, 96):
+        found = experiment(f"base/results/scores-width-{width}.json")["dev"]["network"]
+        dice = [f"{found[name]['dice']:.3f}" for name in NATIVE]
+        rows.append(f"| {width} | {' | '.join(dice)} |")
+    assert table(page, "| width | brain | abdomen, 13 organs | hippocampus |") == rows
     unseen = experiment("base/results/unseen.json")["means"]
     assert [row.split(" | ", 1)[1] for row in table(page, "| | 13 organs | 5 organs | folds, % |")] == [
         f"{found['dice']:.3f} | {found['dice_five']:.3f} | {found['folds']:.4f} |" for found in unseen.values()

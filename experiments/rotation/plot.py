@@ -59,16 +59,18 @@ def curves(folder: Path) -> None:
     figure.savefig(folder / "angles.png", dpi=110)
 
 
-def places(path: Path, folder: Path) -> None:
-    """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that is kept,
-    determinants were taken elsewhere from step `CHANGED` on, where the counter went back to `BACK`."""
-    entries = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+def places(folder: Path) -> None:
+    """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that carl-rot
+    came from, determinants were taken elsewhere from step `CHANGED` on, where the counter went back to `BACK`."""
+    entries, again = (entries_of(folder / name) for name in ("log-encoder.jsonl", "log-encoder-2.jsonl"))
     back = [n for n, (one, other) in enumerate(itertools.pairwise(entries), 1) if other["step"] < one["step"]]
     first = [entry for entry in entries[: back[0]] if entry["step"] <= CHANGED] if back else []
     last = entries[back[0] :] if back else entries
     figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
-    looks = ((first, 0, "before the last block", "0.5"), (last, CHANGED - BACK if back else 0, "at the end", "tab:red"))
-    for part, later, label, colour in looks:
+    looks = [(first, 0, "before the last block", "0.5")]
+    looks += [(last, CHANGED - BACK if back else 0, "at the end from there on", "tab:red")]
+    looks += [(again, 0, "at the end from the beginning", "tab:blue")]
+    for part, later, label, colour in looks if again else looks[:2]:
         known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
         axis.plot([n for n, _ in known], [mm for _, mm in known], color=colour, marker="o", markersize=3, label=label)
     axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))
@@ -76,19 +78,30 @@ def places(path: Path, folder: Path) -> None:
     figure.savefig(folder / "encoder.png", dpi=110)
 
 
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    """Of a log; none where there is no such file."""
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def registrations(paths: list[Path], folder: Path) -> None:
-    """A panel for every plane, a line for every method. At 0° all planes are one."""
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
-    for path, colour in zip(paths, itertools.cycle(COLOURS)):
+    """A panel for every plane, a colour for every method; dotted where nothing was optimised. At 0° all planes are
+    one."""
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
+    names = sorted({path.stem.removeprefix("turned-").removesuffix("-optimised") for path in paths})
+    colours = dict(zip(names, COLOURS, strict=False))
+    for path in paths:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        name = path.stem.removeprefix("turned-")
+        alone = f"{name}-optimised" in {other.stem.removeprefix("turned-") for other in paths}
+        look = {"color": colours[name.removesuffix("-optimised")], "linestyle": ":" if alone else "-"}
+        label = f"{name}, alone" if alone else name.replace("-optimised", ", optimised")
         for axis, plane in zip(panels, ("sagittal", "coronal", "axial"), strict=True):
             scores = {str(row["degrees"]): row["dice"] for row in rows if row["plane"] == plane or not row["degrees"]}
-            label = path.stem.removeprefix("turned-").replace("-optimised", ", optimised")
             if len(scores) > 1:
-                line(axis, scores, color=colour, marker="o", markersize=3, label=label)
+                line(axis, scores, marker="o", markersize=3, label=label, **look)
             axis.set(title=plane, xlabel="degrees", xticks=range(0, 181, 30), ylim=(0, 1))
     panels[0].set_ylabel("Dice, subcortical")
-    panels[-1].legend(fontsize=8)
+    panels[-1].legend(fontsize=7)
     figure.savefig(folder / "turned.png", dpi=110)
 
 
@@ -122,7 +135,7 @@ def main() -> None:
     if (folder / "runs.json").exists():
         curves(folder)
     if (folder / "log-encoder.jsonl").exists():
-        places(folder / "log-encoder.jsonl", folder)
+        places(folder)
     if paths := sorted(folder.glob("turned-*.json")):
         registrations(paths, folder)
     if (folder / "sweep.npz").exists():

@@ -76,9 +76,9 @@ def main() -> None:
         how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation} | facts
         if report["rows"] and any(report.get(key, value) != value for key, value in how.items()):
             sys.exit(f"{path} holds other pairs or another method; expected the same: choose another name")
-        made_at = [word for word in report.get("commit", "").split(", ") if word]  # rows may be of several
-        commits = ", ".join(dict.fromkeys([*made_at, arguments.commit]))
-        report |= how | {"commit": commits, "machine": machine}
+        report |= how
+        for key, value in (("commit", arguments.commit), ("machine", machine)):  # rows may be of several
+            report[key] = ", ".join(dict.fromkeys([*filter(None, report.get(key, "").split(", ")), value]))
         for angle in arguments.angles:
             for plane in arguments.planes if angle else arguments.planes[:1]:  # 0° is the same in all of them
                 known = any((row["degrees"], row["plane"]) == (angle, plane) for row in report["rows"])
