@@ -572,7 +572,7 @@ def test_the_demo_does_what_the_readme_says() -> None:
     demo, page = experiment("demo/demo.json"), read("README.md")
     before, after, shifted = (demo[name][when]["dice"] for name, when in DEMO)
     shift = math.hypot(*demo["shift_mm"])
-    assert abs(after - shifted) < 0.06  # 0.01 is the aim
+    assert abs(after - shifted) <= 0.01
     assert f"Dice goes from {before:.3f} to {after:.3f}, and with one image shifted by {shift:.0f} mm" in page
     assert f"it is {shifted:.3f} ([figures]" in page
     assert f"{demo['command_seconds']:.0f} s for the demo" in page
@@ -654,15 +654,12 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     for network in ("rot", "CARL", "displacement"):
         rows.append(angle_row(f"{names[network]}, alone", sweep["network"][network], angles))
         rows.append(angle_row(f"{names[network]}, with 50 steps", sweep["optimised"][network], angles))
-    for name, words in {**TURNED, "rot": "carl-rot alone"}.items():
+    for name, words in TURNED.items():
         found = experiment(f"rotation/results/turned-{name}.json")["rows"]
         for plane in ("sagittal", "coronal", "axial"):
             dice = {row["degrees"]: row["dice"] for row in found if row["plane"] == plane or not row["degrees"]}
             cells = [f"{mean(dice[angle]):.3f}" if angle in dice else "" for angle in (0, 15, 30, 45, 60, 90, 135, 180)]
             rows += [f"| {words}, {plane} | {' | '.join(cells)} |"] if len(dice) > 1 else []
-    for network in ("carl-base", "gradicon"):
-        planes = experiment(f"rotation/results/brain-{network}.json")["planes"]
-        rows += [angle_row(f"{network}, {plane}", planes[plane], "0 15 30 45 60 90 180") for plane in planes]
     assert [line for line in page.splitlines() if re.match(r"\| (?!degrees)\w", line)] == rows
     base = experiment("rotation/results/turned-base-optimised.json")["rows"]
     (straight,) = (mean(row["dice"]) for row in base if not row["degrees"])
@@ -675,7 +672,7 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
         assert upright > 0.7
         assert f"lies between {min(turned):.3f} and {max(turned):.3f} {where}, {upright:.3f} without a turn" in page
     alone = [mean(row["dice"]) for row in experiment("rotation/results/turned-rot.json")["rows"]]
-    assert f"That is between {min(alone):.3f} and {max(alone):.3f}." in page
+    assert f"carl-rot alone lies between {min(alone):.3f} and {max(alone):.3f}: no other" in page
     card = read("docs/models.md")
     for words, found in (("network alone", "rot"), ("fields optimised", "rot-optimised")):
         by_angle = experiment(f"rotation/results/turned-{found}.json")["rows"]
@@ -687,17 +684,12 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     inside, around = turns["carl-rot"]
     assert f"by {inside} in the median of the slice's small steps inside of the brain and by {around} in" in page
     assert f"auto's turns by {' and '.join(turns['auto'])}: there" in page
-    learnt = [
-        entry["validation"]
-        for entry in map(json.loads, read("experiments/rotation/results/log-rot-3.jsonl").splitlines())
-        if "validation" in entry
-    ]
+    learnt, later = (logged(f"rot-{run}", "validation") for run in (3, 4))
     assert f"rose from {' to '.join(f'{value:.3f}' for value in learnt)} (every 425 steps)" in page
-    known = [
-        round(entry["dev_median"])
-        for entry in map(json.loads, read("experiments/rotation/results/log-encoder.jsonl").splitlines())
-        if "dev_median" in entry
-    ]
+    assert f"and to {max(later):.3f} in a second one of 4,520" in page
+    again = [round(value) for value in logged("encoder-2", "dev_median")]
+    assert f"needed 2,000 steps for {again[7]} mm, and had {again[-1]} mm after 3,000" in page
+    known = [round(value) for value in logged("encoder", "dev_median")]
     assert (known[13], known[19], known[-1]) == (26, 8, 7)
     assert "it did not in 3,500 steps (26 mm off in the median)" in page
     assert "400 steps later the median was 8 mm, and 7 mm at the end" in page
@@ -713,6 +705,12 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     assert all(mean(outside["dice"][angle]) < mean(runs["unregistered"][angle]) for angle in outside["dice"])
 
 
+def logged(run: str, key: str) -> list[float]:
+    """What a log of experiments/rotation has under a key, in order."""
+    entries = map(json.loads, read(f"experiments/rotation/results/log-{run}.jsonl").splitlines())
+    return [entry[key] for entry in entries if key in entry]
+
+
 WHERE = ("brain", "empty_space")
 TURNED = {
     "base-optimised": "carl-base",
@@ -720,8 +718,11 @@ TURNED = {
     "rot-optimised": "carl-rot",
     "gradicon-optimised": "GradICON",
     "ANTs": "ANTs SyNQuick",
+    "base": "carl-base alone",
+    "rot": "carl-rot alone",
+    "gradicon": "GradICON alone",
 }
-"""Whole registrations of turned brains, and what the page calls them."""
+"""Registrations of turned brains, and what the page calls them."""
 
 
 def test_the_page_about_carl_base_says_what_the_files_say() -> None:
