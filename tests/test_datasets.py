@@ -216,8 +216,8 @@ def test_a_body_in_a_large_image_is_learnt_as_it_is_registered(tmp_path: Path) -
     assert torch.equal(case.image, (255 * seen.tensor[0]).round().byte())
     assert np.allclose(np.array(case.world_to_unit), seen.image.world_to_unit())
     assert case.labels is not None
-    filled = [int((case.labels[0].sum(dim=[n for n in range(3) if n != axis]) > 0).sum()) / 32 for axis in range(3)]
-    assert filled == pytest.approx([0.9, 46 / 50, 0.9], abs=1 / 32 + 0.01)
+    both = (case.labels[0] > 0) & (case.image[0] > 30)  # up to half a voxel at the edges
+    assert both.sum() > 0.9 * max((case.labels[0] > 0).sum(), (case.image[0] > 30).sum())
 
 
 def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, Transform
 from carlreg.evaluation import Result
 from carlreg.grids import voxel_points
 from carlreg.images import Image
+from carlreg.transforms import warp
 
 ROOT = Path(__file__).parent.parent
 SIDE = 24
@@ -126,7 +126,22 @@ def test_a_network_sees_a_cube_without_its_margins(grid: ModuleType, data: Any) 
     # The boxes around both scans are laid onto one another, so the shift is undone.
     assert found["dice"] == pytest.approx(at_rest["dice"], abs=1e-6)
     assert min(found["dice"]) > 0
-    _, there, back = grid.as_seen(F.pad(torch.ones(2, 1, 8, 8, 8), (3, 20, 11, 12, 20, 3)), 24, True)
+
+
+def test_a_cube_is_cut_where_the_frame_says(grid: ModuleType) -> None:
+    """Of two pairs one is cut along two sides, the other along none; what is seen lies where the map says."""
+    moving, fixed = torch.zeros(2, 1, 40, 40, 40), torch.zeros(2, 1, 40, 40, 40)
+    moving[0, 0, 20:36, 2:38, 4:20] = torch.rand(16, 36, 16) + 0.1
+    moving[1, 0, 2:38, 2:38, 2:38] = 1
+    fixed[:, 0, 2:38, 2:38, 2:38] = 1
+    cut = grid.cut_sides(moving, fixed)
+    assert cut == [[True, False, True], [False, False, False]]
+    seen, there, back = grid.as_seen(moving, 41, cut)
+    read = warp(moving, there, like=seen, outside="zeros")
+    assert (read - seen).abs().max() < 1e-4  # nothing shrinks, so nothing is averaged
+    low, high = 39 * there(torch.tensor([[[0.0] * 3, [1.0] * 3]]).expand(2, 2, 3))[0]
+    assert ((low + high) / 2).tolist() == pytest.approx([27.5, 19.5, 11.5], abs=1e-3)
+    assert (high - low + 1).tolist() == pytest.approx([16 / 0.9, 40, 16 / 0.9], abs=1e-3)
     points = torch.rand(2, 50, 3)
     assert torch.allclose(back(there(points)), points, atol=1e-5)
 

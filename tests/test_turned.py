@@ -105,17 +105,59 @@ def test_empty_margins_are_left_away_wherever_the_body_lies() -> None:
     assert np.abs(centre_of(here) - centre_of(body)).max() < 0.1  # it stays where it is
 
 
-@pytest.mark.parametrize("filled", [0.6, 0.7])
-def test_narrow_margins_stay(filled: float) -> None:
+def test_narrow_margins_stay() -> None:
+    """One side of the fixed scan is cut, so that of the moving one is cut, too, though it is nearly full; and none is
+    for a model that wants whole images, or if both fill more than two thirds."""
     model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
-    data = np.zeros((50, 50, 50), np.float32)
-    data[: int(50 * filled), :, :] = 100 + np.arange(50)
+    scans = []
+    for filled in (30, 35, 48):
+        data = np.zeros((50, 50, 50), np.float32)
+        data[:filled] = 100 + np.arange(50)
+        scans.append(Image(data, np.diag([-1.0, -1.0, 1.0, 1.0])))
+    whole = [images.resize(images.preprocess(scan)[0], (32, 32, 32)) for scan in scans]
+    for pair, sort, cut in (((0, 2), model, True), ((1, 2), model, False), ((0, 2), replace(model, whole=True), False)):
+        for number, seen in zip(pair, prepare_pair(*(scans[n] for n in pair), sort, CPU), strict=True):
+            shown = int((seen.tensor[0, 0, :, 16, 16] > 0.05).sum())
+            assert torch.equal(seen.tensor, whole[number]) == (not cut)
+            assert shown / 32 == pytest.approx(0.9 if cut else (30, 35, 48)[number] / 50, abs=2 / 32)
+            assert seen.view == ("without empty margins" if cut else "whole")
+            assert seen.sides == ((round((30, 35, 48)[number] / 0.9), 50, 50) if cut else (50, 50, 50))
+
+
+def test_through_a_first_guess_both_are_cut_alike() -> None:
+    """The guess is the identity of what the network sees, though the moving scan shows less."""
+    model = LoadedModel(gradicon(3, 2, **SMALL).eval(), (16, 16, 16), {})
+    fixed = ball((40, 40, 40), np.eye(4), (20, 20, 20), 9)
+    moving = ball((40, 40, 40), np.eye(4), (26, 20, 20), 5)
+    guess = np.eye(4)
+    guess[0, 3] = 6
+    answer = register(fixed=fixed, moving=moving, model=model, initial_transform=guess, io_iterations=0, device="cpu")
+    assert answer.settings["inputs"]["fixed"]["seen"] == "without empty margins"
+    points = np.array([[20.0, 20.0, 20.0], [15.0, 24.0, 18.0]])
+    assert np.abs(answer.transform(points) - points - (6, 0, 0)).max() < 1e-3  # this network finds nothing
+
+
+def test_a_small_scan_in_a_large_image_is_a_small_scan() -> None:
+    model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
+    scans = [ball(shape, np.eye(4), (30, 30, 30), 9) for shape in ((60, 60, 60), (42, 42, 42))]
+    seen = [prepare_pair(scan, scan, model, CPU)[0] for scan in scans]
+    assert seen[0].sides == seen[1].sides
+    assert max(seen[0].sides) < 30
+
+
+def test_nearly_nothing_is_seen_with_some_room() -> None:
+    data = np.zeros((30, 30, 30), np.float32)
+    data[12, 14, 15], data[13, 14, 15] = 100, 50
     scan = Image(data, np.eye(4))
-    seen, _ = prepare_pair(scan, scan, model, CPU)
-    whole, _ = prepare_pair(scan, scan, replace(model, whole=True), CPU)
-    stretched = images.resize(images.preprocess(images.to_closest_ras(scan))[0], (32, 32, 32))
-    assert torch.equal(whole.tensor, stretched)
-    assert torch.equal(seen.tensor, stretched) == (filled > images.CROWDED)
+    seen, _ = prepare_pair(scan, scan, LoadedModel(ClosedFormXi(3), (16, 16, 16), {}), CPU)
+    assert seen.tensor.min() < 0.05 < 0.3 < seen.tensor.max()
+
+
+def test_networks_of_the_authors_see_whole_images(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for about, whole in (({}, False), ({"view": "whole"}, True)):
+        save(gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16", **about})
+        assert load_model(path, "cpu").whole == whole
 
 
 def test_a_mask_is_no_margin() -> None:
@@ -131,20 +173,20 @@ def test_a_mask_is_no_margin() -> None:
     assert np.abs(centre_of(Image(seen.mask[0, 0].numpy(), seen.image.affine)) - want).max() < 0.5
 
 
-def test_a_scan_in_a_large_empty_image_is_registered_as_without_it() -> None:
-    """And where its empty margins lie does not matter: the answer is the same map of the world."""
+def test_where_empty_margins_lie_does_not_matter() -> None:
+    """The answer is the same map of the world."""
     made = random_anatomy((24, 24, 24), generator=torch.Generator().manual_seed(0), body=(0.42, 0.46))
-    tight = [Image(image[0, 0].numpy(), np.eye(4)) for image in (made.fixed, made.moving)]
+    fixed, moving = (Image(image[0, 0].numpy(), np.eye(4)) for image in (made.fixed, made.moving))
     model = LoadedModel(gradicon(3, 2, **SMALL).eval(), (16, 16, 16), {})
     answers = []
     for margins in (((15, 15),) * 3, ((3, 27), (25, 5), (15, 15))):
         origin = np.eye(4)
         origin[:3, 3] = [-before for before, _ in margins]
-        moving = Image(np.pad(tight[1].data, margins), origin)
-        answer = register(fixed=tight[0], moving=moving, model=model, io_iterations=5, over="fields", device="cpu")
+        scan = Image(np.pad(moving.data, margins), origin)
+        answer = register(fixed=fixed, moving=scan, model=model, io_iterations=5, over="fields", device="cpu")
         answers.append(answer.transform(np.array([[5.0, 12.0, 12.0], [12.0, 10.0, 15.0], [17.0, 15.0, 7.0]])))
-        assert max(answer.settings["inputs"]["moving"]["seen_mm"]) < 30
-        assert answer.warped.shape == tight[0].shape
+        assert answer.settings["inputs"]["moving"]["seen"] == "without empty margins"
+        assert answer.warped.shape == fixed.shape
     assert np.abs(answers[0] - answers[1]).max() < 1e-3
 
 

@@ -33,7 +33,7 @@ from carlreg.baselines import BASELINES
 from carlreg.datasets.tables import Pair
 from carlreg.evaluation import Method
 from carlreg.grids import voxel_points
-from carlreg.images import Frame, from_array, map_points, resize
+from carlreg.images import Frame, from_array, map_points, resize, sparse_sides
 from carlreg.inputs import FOREGROUND
 from carlreg.metrics import dice, mean_score
 from carlreg.models import write_atomically
@@ -144,7 +144,8 @@ def sweep(
         some = pairs[first : first + together]
         moving, fixed = (framed([data.image(pair[side]) for pair in some], frame) for side in (0, 1))
         shifted = warp(moving, shift, like=moving, outside="zeros")
-        (m, of_m, _), (f, _, to_f) = (as_seen(image, grid or frame, crop) for image in (shifted, fixed))
+        sides = cut_sides(shifted, fixed) if crop else None
+        (m, of_m, _), (f, _, to_f) = (as_seen(image, grid or frame, sides) for image in (shifted, fixed))
         with mixed_precision(data.device):
             phi = compose(of_m, model(m, f), to_f)
         labels = [
@@ -157,15 +158,19 @@ def sweep(
     return found
 
 
-def as_seen(cube: Tensor, side: int, crop: bool) -> tuple[Tensor, Transform, Transform]:
+def cut_sides(moving: Tensor, fixed: Tensor) -> list[list[bool]]:
+    """Which sides of each pair of images (B, 1, n, n, n) `carl register` would cut to what they show."""
+    each = [[sparse_sides(one[0] > FOREGROUND) for one in batch] for batch in (moving, fixed)]
+    return [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(*each, strict=True)]
+
+
+def as_seen(cube: Tensor, side: int, cut: list[list[bool]] | None) -> tuple[Tensor, Transform, Transform]:
     """Images (B, 1, n, n, n) on the network's grid, the map from its unit box to theirs, and back."""
-    frames = [Frame.without_margins(one[0] > FOREGROUND, (side,) * 3) if crop else None for one in cube]
-    if not any(frames):
+    if cut is None:
         return resize(cube, (side,) * 3), Identity(), Identity()
-    whole = Frame((side,) * 3, 3 * ((cube.shape[-1] - 1) / 2,), 3 * ((cube.shape[-1] - 1) / (side - 1),))
-    chosen = [frame or whole for frame in frames]
-    seen = torch.cat([frame.see(one[None]) for frame, one in zip(chosen, cube, strict=True)])
-    middle, step = (torch.tensor([getattr(frame, name) for frame in chosen]).to(cube) for name in ("centre", "step"))
+    frames = [Frame.cut(one[0] > FOREGROUND, (side,) * 3, sides) for one, sides in zip(cube, cut, strict=True)]
+    seen = torch.cat([frame.see(one[None]) for frame, one in zip(frames, cube, strict=True)])
+    middle, step = (torch.tensor([getattr(frame, name) for frame in frames]).to(cube) for name in ("centre", "step"))
     scale = step * (side - 1) / (cube.shape[-1] - 1)
     corner = middle / (cube.shape[-1] - 1) - scale / 2
     there = Affine.from_parts(torch.diag_embed(scale), corner)

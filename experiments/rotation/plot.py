@@ -1,5 +1,6 @@
 """Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
-runs.json, sweep.json and sweep.npz of the retinas; turned-NAME.json of brains; log-encoder.jsonl of encoder.py.
+runs.json, sweep.json and sweep.npz of the retinas; turned-NAME.json of brains; log-encoder.jsonl of encoder.py, and
+log-encoder-2.jsonl of a second run.
 
 python experiments/rotation/plot.py experiments/rotation/results
 """
@@ -88,11 +89,10 @@ def registrations(paths: list[Path], folder: Path) -> None:
     one."""
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
     names = sorted({path.stem.removeprefix("turned-").removesuffix("-optimised") for path in paths})
-    colours = dict(zip(names, COLOURS, strict=False))
+    colours = dict(zip(names, itertools.cycle(COLOURS)))
     for path in paths:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        name = path.stem.removeprefix("turned-")
-        alone = f"{name}-optimised" in {other.stem.removeprefix("turned-") for other in paths}
+        report, name = json.loads(path.read_text(encoding="utf-8")), path.stem.removeprefix("turned-")
+        rows, alone = report["rows"], not report.get("optimised", True)
         look = {"color": colours[name.removesuffix("-optimised")], "linestyle": ":" if alone else "-"}
         label = f"{name}, alone" if alone else name.replace("-optimised", ", optimised")
         for axis, plane in zip(panels, ("sagittal", "coronal", "axial"), strict=True):

@@ -73,10 +73,12 @@ def main() -> None:
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         of = ["_to_".join(key.split("/")[-1] for key in pair) for pair in pairs]
-        how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation} | facts
-        if report["rows"] and any(report.get(key, value) != value for key, value in how.items()):
+        how = {"pairs": of, "method": Path(source).name, "optimised": not arguments.no_optimisation}
+        others = [key for key, value in how.items() if report.get(key, value) != value]
+        others += [key for key, value in facts.items() if report.get(key) != value]
+        if report["rows"] and others:
             sys.exit(f"{path} holds other pairs or another method; expected the same: choose another name")
-        report |= how
+        report |= how | facts
         for key, value in (("commit", arguments.commit), ("machine", machine)):  # rows may be of several
             report[key] = ", ".join(dict.fromkeys([*filter(None, report.get(key, "").split(", ")), value]))
         for angle in arguments.angles:

@@ -96,7 +96,7 @@ def icon(checkpoint: PathLike, *, grid: tuple[int, ...] = (175, 175, 175), **opt
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "icon.safetensors"
-            save(model, path, metadata={"grid": " ".join(str(side) for side in grid)})
+            save(model, path, metadata={"grid": " ".join(str(side) for side in grid), "view": "whole"})
             # Theirs is judged as it is, without our safeguard.
             return by_model(str(path), **{"allow_identity": False, **options})(pair, fixed, moving)
 

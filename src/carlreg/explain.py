@@ -134,7 +134,10 @@ class Explanation:
         rounded = np.rint(index).astype(int)
         if ((rounded < 0) | (rounded >= np.array(level.shape))).any():
             given = ", ".join(f"{x:g}" for x in point)
-            raise ValueError(f"the point ({given}) lies outside of {self.fixed.name}; expected LPS millimetres in it")
+            raise ValueError(
+                f"the point ({given}) lies outside of what the network sees of {self.fixed.name}; expected LPS "
+                "millimetres of a point in it"
+            )
         return tuple(int(n) for n in rounded)
 
     def fixed_lattice(self) -> Matrix:

@@ -40,8 +40,8 @@ LEAST_SIDE = 4
 CT_RANGE = (-1000.0, 1000.0)
 """Air and dense bone, in Hounsfield units."""
 PERCENTILES = (0.1, 99.9)
-CROWDED = 2 / 3
-"""Of an image's side: where what is shown fills less, the empty margins are left away."""
+FULL, MARGIN = 2 / 3, 0.05
+"""A side that shows something along less of its length than `FULL` is cut to it; so much stays free at either end."""
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
 
@@ -600,17 +600,15 @@ class Frame:
         return cls(tuple(shape), tuple(centre), tuple(voxel / mm for mm in image.spacing))
 
     @classmethod
-    def without_margins(cls, there: Tensor, shape: Sequence[int]) -> Frame | None:
-        """Of an image that shows something where `there` is true, without margins that show nothing. Where it fills
-        less than `CROWDED` of a side, the frame leaves a twentieth of its own side free at either end, wherever in the
-        image it lies; other sides are seen whole. None where all sides are."""
-        centre, step, wide = [], [], []
-        for (low, high), old, new in zip(_ends(there), there.shape, shape, strict=True):
-            shown = high - low + 1
-            wide.append(shown < CROWDED * old)
-            centre.append((low + high if wide[-1] else old - 1) / 2)
-            step.append((shown / 0.9 - 1 if wide[-1] else old - 1) / max(new - 1, 1))
-        return cls(tuple(shape), tuple(centre), tuple(step)) if any(wide) else None
+    def cut(cls, there: Tensor, shape: Sequence[int], sides: Sequence[bool]) -> Frame:
+        """Of an image that shows something where `there` is true. The named sides are cut to it, wherever in the image
+        it lies, and leave `MARGIN` of the frame free at either end; the others are seen whole."""
+        centre, step = [], []
+        for (low, high), cut, old, new in zip(_ends(there), sides, there.shape, shape, strict=True):
+            long = max(high - low + 1, LEAST_SIDE) / (1 - 2 * MARGIN) - 1 if cut else old - 1
+            centre.append((low + high if cut else old - 1) / 2)
+            step.append(long / max(new - 1, 1))
+        return cls(tuple(shape), tuple(centre), tuple(step))
 
     @full_precision
     def see(self, data: Tensor) -> Tensor:
@@ -660,6 +658,11 @@ def _ends(there: Tensor) -> list[tuple[float, float]]:
         found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
         ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
     return ends
+
+
+def sparse_sides(there: Tensor) -> list[bool]:
+    """Which sides of an image show something, where `there` is true, along less than `FULL` of their length."""
+    return [high - low + 1 < FULL * side for (low, high), side in zip(_ends(there), there.shape, strict=True)]
 
 
 def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:

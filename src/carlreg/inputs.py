@@ -54,7 +54,7 @@ class Case:
         """The fixed and the moving image as a model sees them, the latter through the first guess if there is one."""
         seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, self.initial)
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
-        return prepare_pair(self.fixed, seen, model, place, **inside)
+        return prepare_pair(self.fixed, seen, model, place, **inside, guessed=self.initial is not None)
 
 
 def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.device) -> Case:
@@ -74,7 +74,8 @@ def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.devic
     guess = sources["initial_transform"]
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
-    f, m = prepare_pair(fixed, seen, model, place, fixed_mask=fixed_mask, moving_mask=seen_mask)
+    inside = {"fixed_mask": fixed_mask, "moving_mask": seen_mask}
+    f, m = prepare_pair(fixed, seen, model, place, **inside, guessed=initial is not None)
     return Case(fixed, moving, f, m, fixed_mask, moving_mask, labels["fixed"], labels["moving"], landmarks, initial)
 
 
@@ -86,6 +87,10 @@ class Prepared:
     tensor: Tensor  # (1, 1, *grid), from 0 to 1
     mask: Tensor | None
     words: str
+    sides: tuple[int, ...]
+    """Of what the network sees, in voxels of the scan."""
+    view: str
+    """What that is, in words."""
 
 
 def prepare_pair(
@@ -96,20 +101,39 @@ def prepare_pair(
     *,
     fixed_mask: Image | None = None,
     moving_mask: Image | None = None,
+    guessed: bool = False,
 ) -> tuple[Prepared, Prepared]:
     """The fixed and the moving image, turned closest to RAS, with intensities and on the grid that the model wants.
 
     A model whose file names a `voxel` gets both images with the same cubic voxels, around what each of them shows: a
     rotation of the one against the other is then a rotation of the grid, too. All other models get each image stretched
-    to their grid, without wide margins that show nothing; but for `whole`, which get those, too.
+    to their grid. Where a side of either shows something along less than two thirds of its length, that side of both is
+    cut to what is shown first, unless the model is one for `whole` images; if the moving image is seen through a first
+    guess (`guessed`), both are cut alike, so that the guess remains the identity.
     """
     scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
-    if model.voxel is None or model.grid is None:
-        f, m = (scan.stretched(model.grid, model.whole, device) for scan in scans)
+    if model.grid is None or (model.voxel is None and model.whole):
+        f, m = (scan.stretched(model.grid or scan.image.shape, device) for scan in scans)
+    elif model.voxel is None:
+        there = [scan.there() for scan in scans]
+        if guessed:
+            there = [there[0] | there[1]] * 2
+        cut = [a or b for a, b in zip(*map(images.sparse_sides, there), strict=True)]
+        if any(cut):
+            frames = [images.Frame.cut(one, model.grid, cut) for one in there]
+            view = "without empty margins"
+            f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
+        else:
+            f, m = (scan.stretched(model.grid, device) for scan in scans)
     else:
         shown = [scan.shown() for scan in scans]
         voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
-        f, m = (scan.framed(model.grid, voxel, centre, device) for scan, (centre, _) in zip(scans, shown, strict=True))
+        view = f"cubic voxels of {voxel:g} mm"
+        frames = [
+            images.Frame.cubic(scan.image, model.grid, centre, voxel)
+            for scan, (centre, _) in zip(scans, shown, strict=True)
+        ]
+        f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
     return f, m
 
 
@@ -138,16 +162,15 @@ class _Scan:
             raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(model.grid)}-D images")
         return cls(turned, turned_mask, data, done.words)
 
-    def stretched(self, grid: Sequence[int] | None, whole: bool, device: torch.device) -> Prepared:
+    def there(self) -> Tensor:
+        """(*shape): where it shows something, or has a mask."""
         mask = self._ones()
-        if grid is not None and not whole:
-            there = self.data > FOREGROUND if mask is None else (self.data > FOREGROUND) | (mask > 0)
-            frame = images.Frame.without_margins(there[0, 0], grid)
-            if frame is not None:
-                return self._through(frame, device)
-        grid = grid or self.image.shape
+        return ((self.data > FOREGROUND) if mask is None else (self.data > FOREGROUND) | (mask > 0))[0, 0]
+
+    def stretched(self, grid: Sequence[int], device: torch.device) -> Prepared:
+        mask = self._ones()
         small = None if mask is None else images.resize_labels(mask, grid)
-        return self._prepared(self.image, images.resize(self.data, grid), small, device)
+        return self._prepared(self.image, images.resize(self.data, grid), small, device, self.image.shape, "whole")
 
     def shown(self) -> tuple[list[float], float]:
         """The middle, as a fractional index, of the box around the mask, or else around what is not background; and how
@@ -155,15 +178,13 @@ class _Scan:
         mask = self._ones()
         return images.shown_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
 
-    def framed(self, grid: Sequence[int], voxel: float, centre: Sequence[float], device: torch.device) -> Prepared:
-        return self._through(images.Frame.cubic(self.image, grid, centre, voxel), device)
-
-    def _through(self, frame: images.Frame, device: torch.device) -> Prepared:
+    def through(self, frame: images.Frame, view: str, device: torch.device) -> Prepared:
         mask = self._ones()
         data = frame.see(self.data)
-        small = None if mask is None else (frame.see(mask) > 0.5).float()
+        small = None if mask is None else frame.see_labels(mask)
         framed = Image(data[0, 0].numpy(), frame.affine(self.image), self.image.name)
-        return self._prepared(framed, data, small, device)
+        sides = [round(step * (side - 1)) + 1 for step, side in zip(frame.step, frame.shape, strict=True)]
+        return self._prepared(framed, data, small, device, sides, view)
 
     def _ones(self) -> Tensor | None:
         """The mask as 1 inside, 0 outside."""
@@ -171,10 +192,13 @@ class _Scan:
             return None
         return torch.from_numpy((np.asarray(self.mask.data) != 0).astype(np.float32))[None, None]
 
-    def _prepared(self, image: Image, tensor: Tensor, mask: Tensor | None, device: torch.device) -> Prepared:
+    def _prepared(
+        self, image: Image, tensor: Tensor, mask: Tensor | None, device: torch.device, sides: Sequence[int], view: str
+    ) -> Prepared:
         if self.mask is not None and mask is not None and not bool(mask.any()):
             raise ValueError(f"{self.mask.name} has too few voxels: none is left on the network's grid")
-        return Prepared(image, tensor.to(device), None if mask is None else mask.to(device), self.words)
+        inside = None if mask is None else mask.to(device)
+        return Prepared(image, tensor.to(device), inside, self.words, tuple(sides), view)
 
 
 def _pulled(
@@ -249,7 +273,8 @@ class LoadedModel:
 
     network: RegistrationAlgorithm
     grid: tuple[int, ...] | None
-    """The grid it was trained on, if its file says so; each image is stretched to it, unless there is a `voxel`."""
+    """The grid it was trained on, if its file says so; each image is cut to what it shows if that is little, and
+    stretched to it, unless there is a `voxel`."""
     facts: dict[str, Any]
     """Name, checksum and licence, for the report."""
     ct_range: tuple[float, float] = images.CT_RANGE
@@ -259,7 +284,7 @@ class LoadedModel:
     looks: bool = False
     """Whether to look first if the images are turned against each other."""
     whole: bool = False
-    """Whether it is shown empty margins, too, however wide they are, as networks of the paper's authors were."""
+    """Whether empty margins stay, however wide they are: networks of the paper's authors were trained with them."""
 
 
 AUTO = "auto"
@@ -295,7 +320,7 @@ def load_model(
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
     facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
-    whole = "imported_from" in about
+    whole = about.get("view") == "whole"
     return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel, whole=whole)
 
 

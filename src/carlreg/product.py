@@ -1,6 +1,7 @@
 """Two scans in, a registration out: files, headers and intensities taken care of.
 
-The way of the data: read, turn to RAS, stretch to the network's grid, register, optimise, and back to the world.
+The way of the data: read, turn to RAS, cut empty margins, stretch to the network's grid, register, optimise, and back
+to the world.
 """
 
 from __future__ import annotations
@@ -485,7 +486,7 @@ def _field_sides(m: Prepared, f: Prepared) -> tuple[list[int], list[int]]:
     has as many voxels as each of the scans. More would show nothing but interpolation."""
     whole = list(m.tensor.shape[2:]), list(f.tensor.shape[2:])
     half = [(n + 1) // 2 for n in whole[0]], [(n + 1) // 2 for n in whole[1]]
-    scans = m.image.shape, f.image.shape
+    scans = m.sides, f.sides
     return half if all(math.prod(scan) <= math.prod(sides) for scan, sides in zip(scans, half, strict=True)) else whole
 
 
@@ -636,13 +637,12 @@ def _describe_inputs(sources: Mapping[str, Any], case: Case) -> dict[str, Any]:
 
 
 def _describe(image: Image, prepared: Prepared) -> dict[str, Any]:
-    seen = prepared.image  # closest to RAS, without wide margins
     return {
         "shape": list(image.shape),
         "spacing_mm": [round(float(s), 6) for s in image.spacing],
         "sha256_voxels": hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
         "intensities": prepared.words,
-        "seen_mm": [round(s * (n - 1), 3) for s, n in zip(seen.spacing, seen.shape, strict=True)],
+        "seen": prepared.view,
     }
 
 

@@ -93,7 +93,7 @@ def import_model(
         raise ValueError(f"{checkpoint} cannot be read as a file of weights alone: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{checkpoint} holds no state dict; expected names and tensors, as torch.save writes them")
-    about = {"name": out.stem, "imported_from": checkpoint.name}
+    about = {"name": out.stem, "imported_from": checkpoint.name, "view": "whole"}
     about |= {} if sides is None else {"grid": " ".join(sides)}
     about |= {} if licence is None else {"licence": licence}
     save(from_icon(state), out, metadata=about)

@@ -166,6 +166,7 @@ def fingerprint(case: Case, how: _How) -> str:
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
     settings = [PREPARATION, list(how.grid), how.ct_range, images.PERCENTILES, case.labels is not None, how.voxel]
+    settings += [FOREGROUND, images.FULL, images.MARGIN]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
@@ -179,7 +180,8 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     intensities, done = images.preprocess(image, ct_range=how.ct_range)
     there = (intensities > FOREGROUND)[0, 0]
     if how.voxel is None:
-        frame = images.Frame.without_margins(there, how.grid)
+        sides = images.sparse_sides(there)
+        frame = images.Frame.cut(there, how.grid, sides) if any(sides) else None
     else:
         frame = _cubic(image, there, how.voxel, how.grid)
     on_grid = images.resize(intensities, how.grid) if frame is None else frame.see(intensities)
