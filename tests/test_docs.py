@@ -360,7 +360,7 @@ def test_the_model_card_says_what_the_files_say() -> None:
         figures = [str(len(last)), *(f"{mean([r[f'before_{k}'] for r in last]):.3f}" for k in ("headers", "stretched"))]
         figures += [f"{mean([r['after'] for r in rows]):.3f}" for rows in kinds.values()]
         figures += [f"{mean([r['metrics']['folds_percent'] for r in rows]):.3f}" for rows in kinds.values()]
-        figures += [f"{mean([r['command_seconds'] for r in rows]):.0f}" for rows in kinds.values()]
+        figures += [f"{median(r['command_seconds'] for r in rows):.0f}" for rows in kinds.values()]
         assert f"| {name} | {' | '.join(figures)} |" in card, name
 
 
@@ -688,7 +688,7 @@ def test_the_page_about_rotations_says_what_the_files_say() -> None:
     assert f"rose from {' to '.join(f'{value:.3f}' for value in learnt)} (every 425 steps)" in page
     assert f"and to {max(later):.3f} in a second one of 4,520" in page
     again = [round(value) for value in logged("encoder-2", "dev_median")]
-    assert f"needed 2,000 steps for {again[7]} mm, and had {again[-1]} mm after 3,000" in page
+    assert f"was at {again[7]} mm after 2,000 steps, and at {again[-1]} mm after 3,000" in page
     known = [round(value) for value in logged("encoder", "dev_median")]
     assert (known[13], known[19], known[-1]) == (26, 8, 7)
     assert "it did not in 3,500 steps (26 mm off in the median)" in page
@@ -839,7 +839,7 @@ def test_other_figures_in_sentences_are_what_was_measured() -> None:
     one = results("gpu")["forward"]["ours"]["ms"] / 1e3
     fifty = results("gpu")["instance_optimisation_step"]["ours"]["ms"] / 20
     seconds = {
-        kind: [round(mean([row["command_seconds"] for row in native(name)[kind]])) for name in NATIVE]
+        kind: [round(median(row["command_seconds"] for row in native(name)[kind])) for name in NATIVE]
         for kind in ("network", "fields")
     }
     network, fields = (f"{min(seconds[kind])} to {max(seconds[kind])} s" for kind in seconds)

@@ -53,8 +53,8 @@ def train(
     grid: Annotated[
         str | None,
         typer.Option(
-            help="Sides of the network's grid, to which images are stretched, 96 or 96,112,96 say. By default the "
-            "trained model's; else the images' median, up to 96 in 3-D and 256 in 2-D.",
+            help="Sides of the network's grid, to which images are stretched without wide empty margins, 96 or "
+            "96,112,96 say. By default the trained model's; else the images' median, up to 96 in 3-D and 256 in 2-D.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
