@@ -112,29 +112,30 @@ def prepare_pair(
     guess (`guessed`), both are cut alike, so that the guess remains the identity.
     """
     scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
-    if model.grid is None or (model.voxel is None and model.whole):
-        f, m = (scan.stretched(model.grid or scan.image.shape, device) for scan in scans)
-    elif model.voxel is None:
+    frames, view = _frames(scans, model, guessed)
+    if frames is None:
+        f, m = (scan.stretched(model.grid or scan.image.shape, view, device) for scan in scans)
+    else:
+        f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
+    return f, m
+
+
+def _frames(scans: Sequence[_Scan], model: LoadedModel, guessed: bool) -> tuple[list[images.Frame] | None, str]:
+    """What the model sees of the scans, None if all of it; and that in words."""
+    if model.grid is not None and model.voxel is not None:
+        shown = [scan.shown() for scan in scans]
+        voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
+        pairs = zip(scans, shown, strict=True)
+        frames = [images.Frame.cubic(scan.image, model.grid, centre, voxel) for scan, (centre, _) in pairs]
+        return frames, f"cubic voxels of {voxel:g} mm"
+    if model.grid is not None and not model.whole:
         there = [scan.there() for scan in scans]
         if guessed:
             there = [there[0] | there[1]] * 2
         cut = [a or b for a, b in zip(*map(images.sparse_sides, there), strict=True)]
         if any(cut):
-            frames = [images.Frame.cut(one, model.grid, cut) for one in there]
-            view = "without empty margins"
-            f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
-        else:
-            f, m = (scan.stretched(model.grid, device) for scan in scans)
-    else:
-        shown = [scan.shown() for scan in scans]
-        voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
-        view = f"cubic voxels of {voxel:g} mm"
-        frames = [
-            images.Frame.cubic(scan.image, model.grid, centre, voxel)
-            for scan, (centre, _) in zip(scans, shown, strict=True)
-        ]
-        f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
-    return f, m
+            return [images.Frame.cut(one, model.grid, cut) for one in there], "without empty margins"
+    return None, "whole"
 
 
 def common_voxel(extents: Sequence[float], usual: float, side: int) -> float:
@@ -167,10 +168,10 @@ class _Scan:
         mask = self._ones()
         return ((self.data > FOREGROUND) if mask is None else (self.data > FOREGROUND) | (mask > 0))[0, 0]
 
-    def stretched(self, grid: Sequence[int], device: torch.device) -> Prepared:
+    def stretched(self, grid: Sequence[int], view: str, device: torch.device) -> Prepared:
         mask = self._ones()
         small = None if mask is None else images.resize_labels(mask, grid)
-        return self._prepared(self.image, images.resize(self.data, grid), small, device, self.image.shape, "whole")
+        return self._prepared(self.image, images.resize(self.data, grid), small, device, self.image.shape, view)
 
     def shown(self) -> tuple[list[float], float]:
         """The middle, as a fractional index, of the box around the mask, or else around what is not background; and how
