@@ -462,12 +462,12 @@ def test_affine_noise_has_the_size_that_was_asked_for() -> None:
 
 
 def shifted(tmp_path: Path) -> tuple[Cohort, list[Prepared]]:
-    """Two images of one square, two voxels apart along the first axis, with labels."""
+    """Two images of one square, two voxels apart along the first axis, with labels. Corners show something, too."""
     cases = []
     for name, start in (("a", 4), ("b", 6)):
         data = np.zeros((17, 17), np.uint8)
         data[start : start + 6, 5:12] = 200
-        data[0, 0] = 10
+        data[0, 0] = data[16, 16] = 20
         images.write(images.from_array(data), tmp_path / f"{name}.nii.gz")
         images.write(images.from_array((data > 100).astype(np.uint8)), tmp_path / f"{name}_labels.nii.gz")
         cases.append(Case(tmp_path / f"{name}.nii.gz", tmp_path / f"{name}_labels.nii.gz"))

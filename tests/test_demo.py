@@ -30,7 +30,8 @@ def pair() -> Pair:
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model") / "small.safetensors"
-    save(gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16"})  # starts at the identity of the unit cubes
+    about = {"grid": "16 16 16", "view": "whole"}
+    save(gradicon(3, 2, **SMALL), path, metadata=about)  # starts at the identity of the unit cubes
     return path
 
 
