@@ -18,6 +18,7 @@ from carlreg.cli import main
 from carlreg.datasets.tables import Pair, write_pairs
 from carlreg.evaluation import Result, identity, in_folder, score
 from carlreg.images import Image, from_array, write
+from carlreg.inputs import load_model
 from carlreg.models import from_icon
 
 pytest.importorskip("SimpleITK")
@@ -105,18 +106,22 @@ def test_by_name_from_the_command_line(pair: Pair, tmp_path: Path, capsys: pytes
 
 
 def test_a_checkpoint_of_icon_registration(tmp_path: Path) -> None:
-    """The same answer as the network gives when its weights are imported by hand."""
+    """The same answer as the network gives when its weights are imported by hand, empty margins and all."""
     weights = state_dict("gradicon-2d")
     torch.save(weights, tmp_path / "network.trch")
     files = []
     for seed, name in enumerate(("fixed", "moving")):
         files.append(tmp_path / f"{name}.nii.gz")
-        write(from_array(np.random.default_rng(seed).random((40, 36)).astype(np.float32)), files[-1])
+        data = np.random.default_rng(seed).random((40, 36)).astype(np.float32)
+        data[22:] = 0
+        write(from_array(data), files[-1])
     pair = Pair("flat", *files)
     method = icon(tmp_path / "network.trch", grid=(40, 36), io_iterations=0, device="cpu")
     result = method(pair, pair.image("fixed"), pair.image("moving"))
     options = {"io_iterations": 0, "device": "cpu", "allow_identity": False}
     by_hand = register(fixed=files[0], moving=files[1], model=from_icon(weights), **options)
+    assert main(["models", "import", str(tmp_path / "network.trch"), str(tmp_path / "n.safetensors")]) == 0
+    assert load_model(tmp_path / "n.safetensors", "cpu").whole
     points = np.random.default_rng(2).uniform(5, 30, (20, 2))
     assert np.abs(by_hand.transform(points) - points).max() > 0.01
     assert np.allclose(result.transform(points), by_hand.transform(points), atol=1e-5)

@@ -551,6 +551,9 @@ def test_accuracy_beside_other_programs_is_what_was_measured() -> None:
     rows, found = accuracy_rows()
     assert table(page, header) == rows
     assert len(rows) == 4
+    brain = [found["brain, 14 subcortical structures", method][5] for method in ("CARL", "CARL with optimisation")]
+    assert all(cell.endswith("(56)") for cell in brain)
+    assert f"on all 56 CARL has {brain[0][:5]}, and {brain[1][:5]} with optimisation" in page
     readme = read("README.md")
     for what, task in (
         ("13 organs, {} pairs of abdominal CT", "abdomen, 13 organs"),
@@ -611,6 +614,16 @@ def test_the_page_about_shifts_says_what_the_files_say() -> None:
     cube, other = (framed["in_view"][name] for name in ("carl-base", "gradicon"))
     matches = experiment("moved/results/attention.json")["rows"][0]
     changed = ours["mean_absolute_change"]
+    lost = {
+        name: max(
+            own["in_view"][name]["at_rest"] - mean(row["dice"])
+            for row in own["methods"][name]["rows"]
+            if row["voxels"] <= 29
+        )
+        for name in ("carl-base", "gradicon")
+    }
+    assert f"carl-base loses at most {lost['carl-base']:.3f} up to 29 voxels" in page
+    assert f"GradICON at most {lost['gradicon']:.3f}." in page
     seen, other_seen = (room["in_view"][name] for name in ("carl-base", "gradicon"))
     cut, other_cut = (cropped["in_view"][name] for name in ("carl-base", "gradicon"))
     assert max(changed, seen["mean_absolute_change"], cube["mean_absolute_change"]) < 0.01
@@ -751,6 +764,8 @@ def test_the_page_about_carl_base_says_what_the_files_say() -> None:
     )
     ahead = [f"{a - b:.3f}" for a, b in zip(ours, others, strict=True)]
     assert f"by {ahead[0]} on brains, {ahead[1]} and {ahead[2]} on abdomens, {ahead[3]} on hippocampi" in page
+    runs = [experiment(f"base/results/scores-grad{end}.json")["training_seconds"] for end in ("-1", "-2", "")]
+    assert f"That is {sum(runs) / 60:.1f} minutes on one H200" in page
     rows = []
     for width in (32, 64, 96):
         found = experiment(f"base/results/scores-width-{width}.json")["dev"]["network"]

@@ -6,7 +6,8 @@
 
 The image and its labels are moved inside their own box, about its middle, by whole millimetres along the first axis or
 by degrees in the plane of the first two; what comes in from outside is 0. With `--margin` both images first get so many
-millimetres of nothing on every side, so that they stay in view. Networks register alone, without instance optimisation;
+millimetres of nothing on every side, so that they stay in view; networks do not see margins that are wide, see
+docs/conventions.md. Networks register alone, without instance optimisation;
 `ants-synquick` and the other names of `carl evaluate` are those programs. Data are NAME.nii.gz with
 NAME_labels.nii.gz. Writes moved.json and moved.png. `grid.py` is the same for many pairs, at the network's grid.
 """

@@ -69,9 +69,9 @@ def places(folder: Path) -> None:
     last = entries[back[0] :] if back else entries
     figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
     looks = [(first, 0, "before the last block", "0.5")]
-    looks += [(last, CHANGED - BACK if back else 0, "at the end from there on", "tab:red")]
+    looks += [(last, CHANGED - BACK if back else 0, "at the end from there on" if back else "at the end", "tab:red")]
     looks += [(again, 0, "at the end from the beginning", "tab:blue")]
-    for part, later, label, colour in looks if again else looks[:2]:
+    for part, later, label, colour in (look for look in looks if look[0]):
         known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
         axis.plot([n for n, _ in known], [mm for _, mm in known], color=colour, marker="o", markersize=3, label=label)
     axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))
