@@ -19,7 +19,7 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/build.py
 
 viewer:
-	$(PYTHON) src/carlreg/viewer/fetch.py
+	$(PYTHON) src/carlreg/show/viewer/fetch.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -12,6 +12,6 @@ class ViewerHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         try:
-            runpy.run_path(str(Path(self.root) / "src/carlreg/viewer/fetch.py"))["fetch"]()
+            runpy.run_path(str(Path(self.root) / "src/carlreg/show/viewer/fetch.py"))["fetch"]()
         except (RuntimeError, OSError) as error:
             self.app.display_warning(f"built without the viewer: {error}")

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carlreg.attention import coordinate_attention
-from carlreg.attention.reference import reference_attention
-from carlreg.grids import Grid
-from carlreg.losses import registration_loss
-from carlreg.models import carl
-from carlreg.networks import UNet
-from carlreg.precision import Precision, mixed_precision
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.training import Stage, TrainingStep
-from carlreg.transforms import Transform
+from carlreg.fast.precision import Precision, mixed_precision
+from carlreg.geometry.grids import Grid
+from carlreg.geometry.transforms import Transform
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.attention import coordinate_attention
+from carlreg.model.attention.reference import reference_attention
+from carlreg.model.unet import UNet
+from carlreg.model.zoo import carl
+from carlreg.objective.losses import registration_loss
+from carlreg.training.loop import Stage, TrainingStep
 
 RESULTS = Path(__file__).parent / "results"
 FULL, TRAINING = 175, 96

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import WEBGL, chromium  # noqa: E402
 
-from carlreg import viewer  # noqa: E402
+from carlreg.show import viewer  # noqa: E402
 
 
 def main(folder: Path) -> None:

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from torch import Tensor, nn
 
-from carlreg.networks import UNet
+from carlreg.model.unet import UNet
 
 Model = TypeVar("Model", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

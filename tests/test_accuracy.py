@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 from conftest import SMALL
 
-from carlreg.baselines import BASELINES
 from carlreg.cli import main
-from carlreg.datasets.tables import Pair, write_pairs
-from carlreg.evaluation import Result, identity
-from carlreg.images import Image, from_array, write
-from carlreg.inputs import sha256
-from carlreg.itk import WorldTransform
-from carlreg.itk import write as write_transform
-from carlreg.models import carl, save
+from carlreg.evaluation.baselines import BASELINES
+from carlreg.evaluation.sources import Result, identity
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image, from_array, write
+from carlreg.files.tables import Pair, write_pairs
+from carlreg.files.transform_files import write as write_transform
+from carlreg.files.world_transform import WorldTransform
+from carlreg.model.files import save
+from carlreg.model.zoo import carl
 
 pytest.importorskip("SimpleITK")
 pytest.importorskip("matplotlib")

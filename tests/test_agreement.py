@@ -11,11 +11,12 @@ import torch
 from reference import rule
 from torch import Tensor
 
-from carlreg import losses, models
-from carlreg.grids import voxel_points
-from carlreg.networks import Encoder, Symmetrized
-from carlreg.registration import CoordinateAttention, Downsample, PredictDisplacement, RegistrationAlgorithm
-from carlreg.transforms import DisplacementField, Transform
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.transforms import DisplacementField, Transform
+from carlreg.model import files, icon, zoo
+from carlreg.model.algorithms import CoordinateAttention, Downsample, PredictDisplacement, RegistrationAlgorithm
+from carlreg.model.encoder import Encoder, Symmetrized
+from carlreg.objective import losses
 
 ICON = np.load(Path(__file__).parent / "reference" / "icon.npz")
 TOLERANCE = 1e-4
@@ -38,7 +39,7 @@ def state_dict(case: str) -> dict[str, Tensor]:
 
 
 def network(case: str) -> RegistrationAlgorithm:
-    return models.from_icon(state_dict(case))
+    return icon.from_icon(state_dict(case))
 
 
 def images(case: str) -> tuple[Tensor, Tensor]:
@@ -167,13 +168,13 @@ def without_alignment(description: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("carl-2d", lambda: models.carl(2, refinements=2)),
-        ("carl-3d", lambda: models.carl(3, refinements=2, width=64)),
-        ("gradicon-2d", lambda: models.gradicon(2)),
+        ("carl-2d", lambda: zoo.carl(2, refinements=2)),
+        ("carl-3d", lambda: zoo.carl(3, refinements=2, width=64)),
+        ("gradicon-2d", lambda: zoo.gradicon(2)),
     ],
 )
 def test_from_icon_finds_the_papers_tree(case, expected):
-    assert models.describe(network(case)) == without_alignment(models.describe(expected()))
+    assert files.describe(network(case)) == without_alignment(files.describe(expected()))
 
 
 @pytest.mark.parametrize(("case", "poolings"), [("carl-2d", 2), ("gradicon-2d", 2), ("carl-rot-3d", 3)])
@@ -192,8 +193,8 @@ def test_from_icon_accepts_prefixes(prefix):
     weights = state_dict("carl-2d")
     assert all(name.startswith("regis_net.") for name in weights)
     bare = {name.removeprefix("regis_net."): tensor for name, tensor in weights.items()}
-    expected = models.from_icon(bare).state_dict()
-    ours = models.from_icon({prefix + name: tensor for name, tensor in bare.items()}).state_dict()
+    expected = icon.from_icon(bare).state_dict()
+    ours = icon.from_icon({prefix + name: tensor for name, tensor in bare.items()}).state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
@@ -204,7 +205,7 @@ def test_from_icon_ignores_identity_maps():
     stray = {
         f"{part}identity_map": torch.zeros(1, 2, 3, 3) for part in ("", "regis_net.", "regis_net.netPhi.net.netPsi.")
     }
-    assert models.from_icon(weights | stray).state_dict().keys() == models.from_icon(weights).state_dict().keys()
+    assert icon.from_icon(weights | stray).state_dict().keys() == icon.from_icon(weights).state_dict().keys()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_from_icon_ignores_identity_maps():
 )
 def test_from_icon_names_unknown_parts(name):
     with pytest.raises(ValueError, match=r"unknown parts \[.*(middle_dense|velocity|fc).*icon_registration"):
-        models.from_icon(state_dict("carl-2d") | {name: torch.zeros(2, 2)})
+        icon.from_icon(state_dict("carl-2d") | {name: torch.zeros(2, 2)})
 
 
 @pytest.mark.parametrize(
@@ -221,10 +222,10 @@ def test_from_icon_names_unknown_parts(name):
 def test_from_icon_refuses_a_bare_network(case, wrapping):
     bare = {name.removeprefix(wrapping): tensor for name, tensor in state_dict(case).items()}
     with pytest.raises(ValueError, match="bare network; expected that of a whole registration network"):
-        models.from_icon(bare)
+        icon.from_icon(bare)
 
 
 @pytest.mark.parametrize("weights", [{}, {"regis_net.identity_map": torch.zeros(1, 2, 3, 3)}])
 def test_from_icon_refuses_a_state_dict_without_weights(weights):
     with pytest.raises(ValueError, match="no weights"):
-        models.from_icon(weights)
+        icon.from_icon(weights)

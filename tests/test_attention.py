@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from carlreg import coordinate_attention
-from carlreg.attention import chunked
-from carlreg.grids import Grid
-from carlreg.transforms import Affine
+from carlreg.geometry.grids import Grid
+from carlreg.geometry.transforms import Affine
+from carlreg.model.attention import chunked
 
 LINEAR_MEMORY = ["chunked", "fused"]
 

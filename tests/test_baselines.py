@@ -13,13 +13,14 @@ import torch
 from test_agreement import state_dict
 
 from carlreg import register
-from carlreg.baselines import BASELINES, cached, icon
 from carlreg.cli import main
-from carlreg.datasets.tables import Pair, write_pairs
-from carlreg.evaluation import Result, identity, in_folder, score
-from carlreg.images import Image, from_array, write
-from carlreg.inputs import load_model
-from carlreg.models import from_icon
+from carlreg.evaluation.baselines import BASELINES, cached, icon
+from carlreg.evaluation.scores import score
+from carlreg.evaluation.sources import Result, identity, in_folder
+from carlreg.files.images import Image, from_array, write
+from carlreg.files.tables import Pair, write_pairs
+from carlreg.model.icon import from_icon
+from carlreg.model.loaded import load_model
 
 pytest.importorskip("SimpleITK")
 

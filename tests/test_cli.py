@@ -16,10 +16,12 @@ import pytest
 import torch
 from conftest import SMALL
 
-from carlreg import gradicon, images, itk, save
+from carlreg import gradicon, save
 from carlreg.cli import main
-from carlreg.images import Image, from_array, map_points
-from carlreg.product import FILES, LABELS
+from carlreg.files import images, transform_files
+from carlreg.files.images import Image, from_array, map_points
+from carlreg.files.world_transform import WorldTransform
+from carlreg.registration.result import FILES, LABELS
 
 sitk = pytest.importorskip("SimpleITK")
 from test_images import BAD  # noqa: E402  (needs SimpleITK)
@@ -129,7 +131,7 @@ def test_linear_registrations_are_affine_files(place: Path, tmp_path: Path, run:
     for name in ("transform.h5", "inverse_transform.h5"):
         found = sitk.ReadTransform(str(tmp_path / "out" / name))
         assert found.GetName() == "AffineTransform"
-    forward = itk.read(tmp_path / "out" / "transform.h5")
+    forward = transform_files.read(tmp_path / "out" / "transform.h5")
     assert np.abs(forward([[1.0, 2.0, 3.0]]) - [[5, -1, 5]]).max() < 1e-3  # the header's shift
 
 
@@ -168,7 +170,7 @@ def test_warp_and_warp_points_agree_in_direction(place: Path, tmp_path: Path, ru
 
 
 def test_jacobian_of_a_scaling(place: Path, tmp_path: Path, run: Run) -> None:
-    itk.write(itk.WorldTransform.linear(np.diag([1.1, 0.9, 1.2, 1])), tmp_path / "t.tfm")
+    transform_files.write(WorldTransform.linear(np.diag([1.1, 0.9, 1.2, 1])), tmp_path / "t.tfm")
     code, _ = run("jacobian", "-t", tmp_path / "t.tfm", "-r", place / "fixed.nii.gz", "-o", tmp_path / "j.nii.gz")
     assert code == 0
     assert "folds 0.0000 %" in run.out  # type: ignore[attr-defined]
@@ -180,17 +182,17 @@ def test_convert_there_and_back(place: Path, tmp_path: Path, run: Run) -> None:
     fixed = images.read(place / "fixed.nii.gz")
     rng = np.random.default_rng(0)
     bend = rng.normal(size=(*fixed.shape, 3)).astype(np.float32)
-    bent = itk.WorldTransform(np.eye(4), bend, fixed.index_to_world())
-    itk.write(bent, tmp_path / "t.h5")
+    bent = WorldTransform(np.eye(4), bend, fixed.index_to_world())
+    transform_files.write(bent, tmp_path / "t.h5")
     reference = ["-r", place / "fixed.nii.gz"]
     points = map_points(fixed.affine, rng.uniform(1, 15, (50, 3)))
     for name in ("t.tfm", "warp.nii.gz", "disp_0001_0002.nii.gz"):
         assert run("convert", tmp_path / "t.h5", tmp_path / name, *reference) == (0, "")
         assert run("convert", tmp_path / name, tmp_path / f"{name}.h5", *reference) == (0, "")
-        assert np.abs(itk.read(tmp_path / f"{name}.h5")(points) - bent(points)).max() < 1e-3, name
+        assert np.abs(transform_files.read(tmp_path / f"{name}.h5")(points) - bent(points)).max() < 1e-3, name
     refused(run, ["convert", tmp_path / "t.h5", tmp_path / "a.mat"], "can hold an affine map only")
     assert run("convert", tmp_path / "t.h5", tmp_path / "a.mat", "--part", "affine") == (0, "")
-    assert np.allclose(itk.read(tmp_path / "a.mat")(points), points)
+    assert np.allclose(transform_files.read(tmp_path / "a.mat")(points), points)
     assert run("convert", place / "fixed.nii.gz", tmp_path / "fixed.nrrd") == (0, "")
     assert np.array_equal(images.read(tmp_path / "fixed.nrrd").data, fixed.data)
 
@@ -201,7 +203,7 @@ def test_learn2reg_files_are_read_as_its_evaluation_does(place: Path, tmp_path: 
     shift = map_points(fixed.affine, [[2, -1, 3]]) - map_points(fixed.affine, [[0, 0, 0]])
     matrix = np.eye(4)
     matrix[:3, 3] = shift[0]
-    itk.write_learn2reg(itk.WorldTransform.linear(matrix), fixed, fixed, tmp_path / "disp_0001_0002.nii.gz")
+    transform_files.write_learn2reg(WorldTransform.linear(matrix), fixed, fixed, tmp_path / "disp_0001_0002.nii.gz")
     field = nibabel.load(tmp_path / "disp_0001_0002.nii.gz").get_fdata()
     assert field.shape == (*fixed.shape, 3)
     assert np.abs(field - [2, -1, 3]).max() < 1e-4
@@ -253,10 +255,10 @@ def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, ru
 def test_pairs_share_a_model_and_do_not_stop_one_another(
     place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from carlreg import inputs
+    from carlreg.model import files
 
     loads = []
-    monkeypatch.setattr(inputs, "load", lambda *a, load=inputs.load, **k: loads.append(a) or load(*a, **k))
+    monkeypatch.setattr("carlreg.model.loaded.load", lambda *a, load=files.load, **k: loads.append(a) or load(*a, **k))
     table = place / "pairs.csv"
     table.write_text(
         "name,fixed,moving,fixed_seg,moving_seg\n"
@@ -393,7 +395,7 @@ def test_an_unwritable_folder_is_refused_before_the_network_runs(
     place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
-    monkeypatch.setattr("carlreg.product.register", lambda **_: pytest.fail("the network ran"))
+    monkeypatch.setattr("carlreg.registration.api.register", lambda **_: pytest.fail("the network ran"))
     refused(run, pair(place, tmp_path / "out"), "no permission")
 
 
@@ -413,7 +415,7 @@ def test_bad_models_devices_and_guesses(place: Path, tmp_path: Path, run: Run) -
     refused(run, pair(place, out, "--initial-transform", tmp_path / "no.h5"), "no.h5 does not exist")
     far = np.eye(4)
     far[:3, 3] = 1e4
-    itk.write(itk.WorldTransform.linear(far), tmp_path / "far.tfm")
+    transform_files.write(WorldTransform.linear(far), tmp_path / "far.tfm")
     refused(run, pair(place, out, "--initial-transform", tmp_path / "far.tfm"), "nothing of the moving image is seen")
     refused(run, pair(place, out, "--regularity", -1), "regularity is -1.0; expected")
     assert not out.exists()

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg import images, load, register, save
+from carlreg import load, register, save
 from carlreg.cli import main
-from carlreg.models import read_metadata, xi
+from carlreg.files import images
+from carlreg.model.files import read_metadata
+from carlreg.model.zoo import xi
 
 pytest.importorskip("SimpleITK")
 
@@ -138,7 +140,7 @@ def test_a_run_leaves_pictures_for_tensorboard(whole: Path) -> None:
 
 def test_a_picture_of_the_identity_shows_straight_lines_and_the_image_itself() -> None:
     from carlreg import Identity
-    from carlreg.monitor import picture
+    from carlreg.training.logging import picture
 
     moving, fixed = torch.rand(2, 1, 1, 25, 13)
     shown = picture(moving, fixed, Identity())[0]
@@ -443,7 +445,7 @@ def test_stopped_by_the_user(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("carlreg.runs.train", stop)
+    monkeypatch.setattr("carlreg.training.run.train", stop)
     assert main(command(scans / "scans.csv", tmp_path / "run", "--no-tensorboard")) == 130
     assert "the same command goes on from the last checkpoint in" in capsys.readouterr().err
 

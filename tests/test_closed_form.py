@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from carlreg import ClosedFormXi
-from carlreg.grids import Grid
+from carlreg.geometry.grids import Grid
 
 EXPERIMENT = Path(__file__).parents[1] / "experiments" / "closed_form"
 

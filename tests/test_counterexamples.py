@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from carlreg import Affine, CoordinateAttention, RegistrationAlgorithm, Transform, carl, carl_rot, gradicon, warp, xi
-from carlreg.grids import voxel_points
-from carlreg.networks import Encoder, UNet
+from carlreg.geometry.grids import voxel_points
+from carlreg.model.encoder import Encoder
+from carlreg.model.unet import UNet
 
 DOWN, UP = (4, 8, 8, 8, 8), (8, 8, 8, 8, 8)
 

@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg import gradicon, images
-from carlreg.augmentation import Augmentation, apply
-from carlreg.datasets import cache, manifest
-from carlreg.datasets.cache import Prepared, choose_grid, prepare
-from carlreg.datasets.manifest import Case, Cohort, DatasetError, Pair
-from carlreg.datasets.pairs import STRUCTURES, TrainingPairs, Validation, read_points
-from carlreg.inputs import LoadedModel, prepare_pair
-from carlreg.registration import ClosedFormXi
+from carlreg import gradicon, preparation
+from carlreg.files import images, orientation
+from carlreg.files.images import Image
+from carlreg.geometry import resizing
+from carlreg.model.algorithms import ClosedFormXi
+from carlreg.model.loaded import LoadedModel
+from carlreg.preparation import prepare_pair
+from carlreg.training import cache, manifest
+from carlreg.training.augmentation import Augmentation, apply
+from carlreg.training.batches import STRUCTURES, TrainingPairs
+from carlreg.training.cache import Prepared, choose_grid, prepare
+from carlreg.training.manifest import Case, Cohort, DatasetError, Pair
+from carlreg.training.validation import Validation, read_points
 
 pytest.importorskip("SimpleITK")
 
@@ -41,7 +46,7 @@ def write(path: Path, shape: tuple[int, ...] = (12, 10), seed: int = 0, flip: bo
 
 def write_labels(image: Path, path: Path) -> Path:
     source = images.read(image)
-    images.write(images.Image((source.data > 80).astype(np.uint8), source.affine), path)
+    images.write(Image((source.data > 80).astype(np.uint8), source.affine), path)
     return path
 
 
@@ -186,13 +191,13 @@ def test_prepared_images_are_what_register_would_see(tmp_path: Path) -> None:
     image = write(tmp_path / "a.nii.gz", (12, 10, 8))
     labels = write_labels(image, tmp_path / "labels.nii.gz")
     (prepared,) = prepare([Case(image, labels)], (9, 10, 7), tmp_path / "cache")
-    source = images.to_closest_ras(images.read(image))
-    expected = images.resize(images.preprocess(source)[0], (9, 10, 7))[0]
+    source = orientation.to_closest_ras(images.read(image))
+    expected = resizing.resize(preparation.preprocess(source)[0], (9, 10, 7))[0]
     assert prepared.image.dtype == torch.uint8
     assert (prepared.image.float() / 255 - expected).abs().max() <= 0.5 / 255 + 1e-6
     assert prepared.labels is not None
     mask = torch.from_numpy((source.data > 80).astype(np.uint8))[None, None]
-    assert torch.equal(prepared.labels, images.resize_labels(mask, (9, 10, 7))[0])
+    assert torch.equal(prepared.labels, resizing.resize_labels(mask, (9, 10, 7))[0])
 
 
 def test_headers_are_heeded(tmp_path: Path) -> None:
@@ -208,8 +213,8 @@ def test_a_body_in_a_large_image_is_learnt_as_it_is_registered(tmp_path: Path) -
     """Without its empty margins, labels alike."""
     data = np.zeros((60, 50, 40), np.float32)
     data[30:50, 2:48, 5:30] = np.random.default_rng(0).uniform(50, 200, (20, 46, 25))
-    images.write(images.Image(data, np.eye(4)), tmp_path / "s.nii.gz")
-    images.write(images.Image((data > 0).astype(np.uint8), np.eye(4)), tmp_path / "l.nii.gz")
+    images.write(Image(data, np.eye(4)), tmp_path / "s.nii.gz")
+    images.write(Image((data > 0).astype(np.uint8), np.eye(4)), tmp_path / "l.nii.gz")
     scan = images.read(tmp_path / "s.nii.gz")
     _, seen = prepare_pair(scan, scan, LoadedModel(ClosedFormXi(3), (32, 32, 32), {}), CPU)
     (case,) = prepare([Case(tmp_path / "s.nii.gz", tmp_path / "l.nii.gz")], (32, 32, 32), tmp_path / "cache")
@@ -231,7 +236,7 @@ def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:
         away = np.linalg.norm((world - (5.0, 8.0, 3.0)) / (14.0, 20.0, 11.0), axis=-1)
         body, part = (200 * np.clip(1.5 - away, 0, 1)).astype(np.float32), (away < 0.8).astype(np.uint8)
         for data, name in ((body, f"s{number}.nii.gz"), (part, f"l{number}.nii.gz")):
-            images.write(images.Image(data, affine), tmp_path / name)
+            images.write(Image(data, affine), tmp_path / name)
         made.append(Case(tmp_path / f"s{number}.nii.gz", tmp_path / f"l{number}.nii.gz"))
     one, other = prepare(made, (40, 40, 40), tmp_path / "cache", voxel=1.6)
     assert one.size == other.size == pytest.approx((1.6 * 39,) * 3)
@@ -378,7 +383,7 @@ def test_given_pairs_are_drawn() -> None:
 
 
 def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    from carlreg.distributed import Team
+    from carlreg.training.distributed import Team
 
     rng = torch.Generator().manual_seed(1)
     eye = constant_images(1)[0].world_to_unit

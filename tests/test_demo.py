@@ -11,11 +11,12 @@ import pytest
 import torch
 from conftest import SMALL
 
-from carlreg import gradicon, itk, save
+from carlreg import gradicon, save
 from carlreg.cli import main
 from carlreg.demo import SHIFT, Pair, make_pair
-from carlreg.images import map_points, read, read_labels
-from carlreg.product import FILES
+from carlreg.files import transform_files
+from carlreg.files.images import map_points, read, read_labels
+from carlreg.registration.result import FILES
 
 pytest.importorskip("SimpleITK")
 PICTURES = ["fixed.nii.gz", "fixed_labels.nii.gz", "moving.nii.gz", "moving_labels.nii.gz"]
@@ -88,7 +89,7 @@ def test_the_command(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert np.array_equal(fixed.data, pair.fixed.data)
     assert np.array_equal(labels.data, pair.fixed_labels.data)
     assert np.abs(map_points(fixed.affine, np.zeros(3)) - pair.fixed.affine[:3, 3]).max() < 1e-3
-    transform = itk.read(out / "pair" / "transform.h5")
+    transform = transform_files.read(out / "pair" / "transform.h5")
     again = pair.score(transform)
     assert again["error_mm"]["mean"] == pytest.approx(report["pair"]["after"]["error_mm"]["mean"], abs=0.02)
 

@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -120,7 +121,7 @@ def test_names_on_the_paper_page_exist() -> None:
 
 def test_a_wrong_name_is_noticed() -> None:
     with pytest.raises(AttributeError):
-        resolve("registration.ThreeStep")
+        resolve("model.algorithms.ThreeStep")
     with pytest.raises(AttributeError):
         resolve("carlreg.nothing.here")
     assert code_column("| paper | in code |\n|---|---|\n| ∘ | `a.b` and `c` |\n\n`d.e`") == ["a.b", "c"]
@@ -181,34 +182,55 @@ def test_broken_links_of_a_website_are_found(tmp_path: Path) -> None:
 # ---- what is where, and whose it is ---------------------------------------------------------------------------------
 
 
-def module_of(path: Path) -> str:
-    """As the table of CONTRIBUTING.md names it: `grids`, or `attention/` for a package."""
-    first, *rest = path.relative_to(ROOT / "src" / "carlreg").parts
+SOURCE = ROOT / "src" / "carlreg"
+
+
+def room_of(path: Path) -> str:
+    """As the table of CONTRIBUTING.md names it: `demo` for a module, `geometry/` for a package."""
+    first, *rest = path.relative_to(SOURCE).parts
     return f"{first}/" if rest else path.stem
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Modules of carlreg that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "carlreg":
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("carlreg."):
-            yield node.module.split(".")[1]
+def imported(path: Path) -> Iterator[tuple[str, ...]]:
+    """Modules of carlreg that a file imports when it is run, each as the parts of its name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = {id(node) for block in for_types for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "carlreg":
+            parts = tuple(node.module.split(".")[1:])
+            for name in node.names:
+                longer = (*parts, name.name)
+                is_module = SOURCE.joinpath(*longer).with_suffix(".py").exists() or SOURCE.joinpath(*longer).is_dir()
+                yield longer if is_module else parts
         elif isinstance(node, ast.Import):
-            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("carlreg."))
+            yield from (tuple(n.name.split(".")[1:]) for n in node.names if n.name.startswith("carlreg."))
 
 
-def test_modules_import_only_from_those_above_them() -> None:
-    rows = table(read("CONTRIBUTING.md"), "| module | subject |")
-    order = {CODE.findall(row)[0]: n for n, row in enumerate(rows)}
-    files = [path for path in (ROOT / "src/carlreg").rglob("*.py") if path.name != "__main__.py"]
-    files.remove(ROOT / "src/carlreg/__init__.py")
-    assert set(order) == {module_of(path) for path in files}, "the table of modules in CONTRIBUTING.md"
+def test_rooms_import_only_from_those_above_them() -> None:
+    order = {
+        CODE.findall(row)[0]: n for n, row in enumerate(table(read("CONTRIBUTING.md"), "| room | what is inside |"))
+    }
+    files = [path for path in SOURCE.rglob("*.py") if path.name != "__main__.py" and path != SOURCE / "__init__.py"]
+    assert set(order) == {room_of(path) for path in files}, "the table of rooms in CONTRIBUTING.md"
     for path in files:
-        for name in imported(path):
-            other = name if name in order else f"{name}/"
+        for parts in filter(None, imported(path)):
+            other = parts[0] if parts[0] in order else f"{parts[0]}/"
             if other in order:
-                assert order[other] <= order[module_of(path)], f"{name_of(path)} imports {name}, which is below it"
+                assert order[other] <= order[room_of(path)], f"{name_of(path)} imports {other}, which is below it"
+
+
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle() -> None:
+    graph = {}
+    for path in SOURCE.rglob("*.py"):
+        here = path.relative_to(SOURCE).with_suffix("").parts
+        graph[tuple(p for p in here if p != "__init__")] = {parts for parts in imported(path) if parts}
+    graph = {
+        module: {other for other in needs if other in graph and other != module} for module, needs in graph.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
 
 def test_the_citation_is_that_of_the_readme_and_this_version() -> None:

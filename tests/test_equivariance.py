@@ -26,10 +26,11 @@ from carlreg import (
     carl_rot,
     gradicon,
 )
-from carlreg.grids import voxel_points
-from carlreg.networks import Encoder, Symmetrized, UNet, axis_rotations, rotate_grid
-from carlreg.registration import coordinate_matches
-from carlreg.transforms import DisplacementField
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.transforms import DisplacementField
+from carlreg.model.algorithms import coordinate_matches
+from carlreg.model.encoder import Encoder, Symmetrized, axis_rotations, rotate_grid
+from carlreg.model.unet import UNet
 
 LENGTH = 14.0
 MARGIN = 13

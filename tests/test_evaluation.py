@@ -14,21 +14,16 @@ import torch
 from conftest import SMALL
 from test_metrics import wavy
 
-from carlreg import gradicon, itk, register, save
+from carlreg import gradicon, register, save
 from carlreg.cli import main
-from carlreg.datasets.tables import Pair, read_landmarks, read_pairs, write_pairs
-from carlreg.evaluation import (
-    Evaluation,
-    Scores,
-    evaluate,
-    identity,
-    in_folder,
-    listed,
-    score,
-    sign_flip_test,
-    world_determinants,
-)
-from carlreg.images import Image, from_array, map_points, write
+from carlreg.evaluation.api import Evaluation, evaluate
+from carlreg.evaluation.scores import Scores, score, world_determinants
+from carlreg.evaluation.sources import identity, in_folder, listed
+from carlreg.evaluation.statistics import sign_flip_test
+from carlreg.files import transform_files, world_transform
+from carlreg.files.images import Image, from_array, map_points, write
+from carlreg.files.tables import Pair, read_landmarks, read_pairs, write_pairs
+from carlreg.files.world_transform import WorldTransform
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -60,11 +55,11 @@ def folder(tmp_path: Path) -> Path:
         np.savetxt(tmp_path / f"{name}.csv", points, delimiter=",", header="x,y,z", comments="")
     for name, shift in (("b", SHIFT), ("c", -SHIFT)):
         image, _ = anatomy(FIXED, shift)
-        truth = itk.sample(lambda points, shift=shift: points + shift, image)
+        truth = world_transform.sample(lambda points, shift=shift: points + shift, image)
         (tmp_path / "true" / f"{name}_to_a").mkdir(parents=True)
-        itk.write(truth, tmp_path / "true" / f"{name}_to_a" / "transform.h5")
-        back = itk.sample(lambda points, shift=shift: points - shift, image)
-        itk.write(back, tmp_path / "true" / f"{name}_to_a" / "inverse_transform.h5")
+        transform_files.write(truth, tmp_path / "true" / f"{name}_to_a" / "transform.h5")
+        back = world_transform.sample(lambda points, shift=shift: points - shift, image)
+        transform_files.write(back, tmp_path / "true" / f"{name}_to_a" / "inverse_transform.h5")
     listing(tmp_path / "pairs.csv", [row("b"), row("c")])
     return tmp_path
 
@@ -109,7 +104,9 @@ def test_dice_and_hd95_are_those_of_labels_warped_by_simpleitk(folder: Path) -> 
     write(image, folder / "d.nii.gz")
     write(labels, folder / "d_seg.nii.gz")
     fixed, _ = anatomy(FIXED, 0 * SHIFT)
-    itk.write(itk.sample(lambda points: points + SHIFT + np.sin(points / 7), fixed), folder / "d.h5")
+    transform_files.write(
+        world_transform.sample(lambda points: points + SHIFT + np.sin(points / 7), fixed), folder / "d.h5"
+    )
     pair = Pair(
         "d",
         *(folder / name for name in ("a.nii.gz", "d.nii.gz", "a_seg.nii.gz", "d_seg.nii.gz")),
@@ -136,14 +133,14 @@ def test_files_of_other_tools_give_the_same_figures(folder: Path) -> None:
     def bend(points: np.ndarray) -> np.ndarray:
         return points + SHIFT + np.sin(points / 6)
 
-    bent = itk.sample(bend, image)
-    itk.write(bent, folder / "itk.h5")
-    itk.write_warp(bent, image, folder / "field.nii.gz")
+    bent = world_transform.sample(bend, image)
+    transform_files.write(bent, folder / "itk.h5")
+    transform_files.write_warp(bent, image, folder / "field.nii.gz")
     affine = sitk.AffineTransform(3)
     affine.SetTranslation(SHIFT.tolist())
     sitk.WriteTransform(affine, str(folder / "x0GenericAffine.mat"))
-    itk.write_warp(lambda points: bend(points) - SHIFT, image, folder / "x1Warp.nii.gz")
-    field = itk.learn2reg(bent, image, image)
+    transform_files.write_warp(lambda points: bend(points) - SHIFT, image, folder / "x1Warp.nii.gz")
+    field = world_transform.learn2reg(bent, image, image)
     nibabel.save(nibabel.Nifti1Image(field, np.eye(4)), folder / "disp_a_b.nii.gz")  # (x, y, z, 3)
     files = ["itk.h5", "field.nii.gz", "x1Warp.nii.gz;x0GenericAffine.mat", "disp_a_b.nii.gz"]
     figures = []
@@ -166,18 +163,18 @@ def test_folders_of_ants_and_of_learn2reg(folder: Path) -> None:
     affine.SetMatrix(turn.ravel().tolist())
     affine.SetTranslation(SHIFT.tolist())
     sitk.WriteTransform(affine, str(place / "x0GenericAffine.mat"))
-    bent = itk.sample(lambda points: points + np.sin(points / 6), fixed)
-    itk.write_warp(bent, fixed, place / "x1Warp.nii.gz")
-    itk.write_warp(itk.invert(bent, fixed)[0], fixed, place / "x1InverseWarp.nii.gz")
+    bent = world_transform.sample(lambda points: points + np.sin(points / 6), fixed)
+    transform_files.write_warp(bent, fixed, place / "x1Warp.nii.gz")
+    transform_files.write_warp(world_transform.invert(bent, fixed)[0], fixed, place / "x1InverseWarp.nii.gz")
     (pair, _) = read_pairs(folder / "pairs.csv")
     scores = score(pair, in_folder(folder / "ants"))
     assert scores.failures == []
     assert scores.figures["inverse_consistency_mm"] < 0.2  # the two fields are interpolated
-    expected = itk.read([place / "x1Warp.nii.gz", place / "x0GenericAffine.mat"])
+    expected = transform_files.read([place / "x1Warp.nii.gz", place / "x0GenericAffine.mat"])
     points = [read_landmarks(folder / f"{name}.csv", fixed) for name in "ab"]
     assert scores.tre_mm == pytest.approx(np.linalg.norm(expected(points[0]) - points[1], axis=-1).tolist())
     (folder / "l2r").mkdir()
-    field = itk.learn2reg(lambda points: points + SHIFT, fixed, fixed)
+    field = world_transform.learn2reg(lambda points: points + SHIFT, fixed, fixed)
     nibabel.save(nibabel.Nifti1Image(field, np.eye(4)), folder / "l2r" / "disp_0001_0002.nii.gz")
     files = []
     for name, number in (("a", 1), ("b", 2)):
@@ -190,7 +187,7 @@ def test_folders_of_ants_and_of_learn2reg(folder: Path) -> None:
 def test_a_composite_of_two_fields_is_evaluated_too(folder: Path) -> None:
     image, _ = anatomy(FIXED, 0 * SHIFT)
     for name in ("one", "two"):
-        itk.write_warp(lambda points: points + SHIFT / 2, image, folder / f"{name}.nii.gz")
+        transform_files.write_warp(lambda points: points + SHIFT / 2, image, folder / f"{name}.nii.gz")
     (pair,) = read_pairs(listing(folder / "x.csv", [row("b", transform="one.nii.gz;two.nii.gz")]))
     scores = score(pair, listed)
     assert scores.figures["tre_mm"] < 1e-4
@@ -207,7 +204,7 @@ def test_determinants_in_the_world_do_not_depend_on_how_the_image_is_stored() ->
         assert torch.allclose(found, torch.tensor(1.1))
     image = from_array(np.zeros(shape, np.float32), np.diag([2.0, 1.0, 3.0, 1.0]))
     field = wavy(shape) * [2.0, 1.0, 3.0]
-    transform = itk.WorldTransform(np.eye(4), field.astype(np.float32), image.affine)
+    transform = WorldTransform(np.eye(4), field.astype(np.float32), image.affine)
     vectors = sitk.GetImageFromArray(np.ascontiguousarray(field.transpose(2, 1, 0, 3)), isVector=True)
     vectors.SetSpacing((2.0, 1.0, 3.0))
     expected = sitk.GetArrayFromImage(sitk.DisplacementFieldJacobianDeterminant(vectors)).T[1:-1, 1:-1, 1:-1]
@@ -234,12 +231,12 @@ def corrupt(folder: Path, what: str) -> dict[str, str]:
     if what == "wrong size":
         image, _ = anatomy(FIXED, 0 * SHIFT)
         small = from_array(image.data[:10], image.affine)
-        itk.write_warp(lambda points: points - SHIFT, small, folder / "small.nii.gz")
+        transform_files.write_warp(lambda points: points - SHIFT, small, folder / "small.nii.gz")
         return good | {"transform": "small.nii.gz"}
     if what == "small transform":
         image, _ = anatomy(FIXED, 0 * SHIFT)
         part = from_array(image.data[:10], image.affine)
-        itk.write(itk.sample(lambda points: points + np.sin(points), part), folder / "s.h5")
+        transform_files.write(world_transform.sample(lambda points: points + np.sin(points), part), folder / "s.h5")
         return good | {"transform": "s.h5"}
     if what == "no result":
         return good | {"transform": ""}

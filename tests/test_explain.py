@@ -14,9 +14,12 @@ from torch import Tensor
 from carlreg import carl, gradicon, load, save, xi
 from carlreg.cli import main
 from carlreg.explain import Explanation, Inside, Level, Probe, explain, find_attention, probe
-from carlreg.images import Image, from_array, map_points, preprocess, read, resize, to_closest_ras, write
-from carlreg.metrics import dice
-from carlreg.registration import Downsample, RegistrationAlgorithm
+from carlreg.files.images import Image, from_array, map_points, read, write
+from carlreg.files.orientation import to_closest_ras
+from carlreg.geometry.resizing import resize
+from carlreg.model.algorithms import Downsample, RegistrationAlgorithm
+from carlreg.objective.metrics import dice
+from carlreg.preparation import preprocess
 
 AFFINE = np.array([[1.6, -0.9, 0, -20], [1.2, 1.2, 0, 10], [0, 0, 3.0, 5], [0, 0, 0, 1]])
 """Oblique: turned by 37°, with voxels of 2 × 1.5 × 3 mm."""

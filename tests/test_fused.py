@@ -10,16 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from carlreg import DisplacementField, grids, kernels
-from carlreg.grids import Grid, enlarge, interpolate
-from carlreg.losses import gaussian_blur, local_correlation
-from carlreg.networks import Encoder, UNet, conv, conv_by_patches
+from carlreg import DisplacementField
+from carlreg.fast.convolution import conv_by_patches
+from carlreg.geometry import grids
+from carlreg.geometry.grids import Grid, enlarge, interpolate
+from carlreg.model.encoder import Encoder
+from carlreg.model.layers import conv
+from carlreg.model.unet import UNet
+from carlreg.objective.losses import gaussian_blur, local_correlation
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
-channels = pytest.importorskip("carlreg.kernels.channels")
-correlation = pytest.importorskip("carlreg.kernels.correlation")
-sampling = pytest.importorskip("carlreg.kernels.sampling")
-upsampling = pytest.importorskip("carlreg.kernels.upsampling")
+channels = pytest.importorskip("carlreg.fast.channels")
+correlation = pytest.importorskip("carlreg.fast.correlation")
+sampling = pytest.importorskip("carlreg.fast.sampling")
+upsampling = pytest.importorskip("carlreg.fast.upsampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 3, 5, 7, 3), (1, 16, 9, 40), (3, 5, 1, 1, 2), (2, 128, 4, 5, 3)]
@@ -103,10 +107,10 @@ def test_networks_are_the_same_with_kernels(
     upstream = torch.randn_like(expected)
     expected.backward(upstream)
     calls = []
-    monkeypatch.setattr(kernels, "take", lambda f: f.movedim(1, -1).is_contiguous() and not calls.append(1))
-    monkeypatch.setattr("carlreg.networks.channels_last", channels._channels_last)
-    monkeypatch.setattr("carlreg.precision.channels_last", channels._channels_last)
-    monkeypatch.setattr("carlreg.networks._few", lambda _: False)
+    monkeypatch.setattr("carlreg.fast.take", lambda f: f.movedim(1, -1).is_contiguous() and not calls.append(1))
+    monkeypatch.setattr("carlreg.model.layers.channels_last", channels._channels_last)
+    monkeypatch.setattr("carlreg.fast.precision.channels_last", channels._channels_last)
+    monkeypatch.setattr("carlreg.model.unet.is_small", lambda _: False)
     answer = fused(*images)
     answer.backward(upstream)
     assert len(calls) >= (10 if network is Encoder else (2 * training + 2 * (dim == 3)))

@@ -16,12 +16,14 @@ from carlreg import (
     registration_loss,
     xi,
 )
-from carlreg.look import look
-from carlreg.networks import UNet, normalize
-from carlreg.precision import mixed_precision
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.fitting import random_rotation
+from carlreg.geometry.transforms import warp
+from carlreg.model.layers import normalize
+from carlreg.model.unet import UNet
+from carlreg.registration.rotation_search import look
 from carlreg.synthesis import random_anatomy
-from carlreg.training import Stage, TrainingStep
-from carlreg.transforms import random_rotation, warp
+from carlreg.training.loop import Stage, TrainingStep
 
 pytestmark = pytest.mark.gpu
 

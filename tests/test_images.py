@@ -16,22 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg.grids import Grid, interpolate
-from carlreg.images import (
+from carlreg.files.images import (
     Image,
     ImageError,
     from_array,
     from_nibabel,
     from_sitk,
     map_points,
-    preprocess,
     read,
     read_labels,
-    resize,
-    resize_labels,
-    to_closest_ras,
     write,
 )
+from carlreg.files.orientation import to_closest_ras
+from carlreg.geometry.grids import Grid, interpolate
+from carlreg.geometry.resizing import resize, resize_labels
+from carlreg.preparation import preprocess
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")

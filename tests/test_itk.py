@@ -15,29 +15,32 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg.images import Image, from_array, map_points, to_closest_ras
-from carlreg.images import write as write_image
-from carlreg.itk import (
+from carlreg.files.images import Image, from_array, map_points
+from carlreg.files.images import write as write_image
+from carlreg.files.orientation import to_closest_ras
+from carlreg.files.transform_files import (
+    is_learn2reg,
+    is_warp,
+    read,
+    read_learn2reg,
+    write,
+    write_learn2reg,
+    write_warp,
+)
+from carlreg.files.world_transform import (
     ItkTransform,
     TransformError,
     WorldTransform,
     apply,
     invert,
     invert_points,
-    is_learn2reg,
-    is_warp,
     jacobian_determinant,
     learn2reg,
-    read,
-    read_learn2reg,
     sample,
     to_world,
-    write,
-    write_learn2reg,
-    write_warp,
 )
-from carlreg.itk import compose as compose_maps
-from carlreg.transforms import Affine, DisplacementField, Identity, Transform, compose
+from carlreg.files.world_transform import compose as compose_maps
+from carlreg.geometry.transforms import Affine, DisplacementField, Identity, Transform, compose
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -629,7 +632,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
             path.write_bytes(b"half")
             raise failure
 
-        monkeypatch.setattr("carlreg.itk._write_hdf5", fail)
+        monkeypatch.setattr("carlreg.files.transform_files._write_hdf5", fail)
         with pytest.raises((TransformError, KeyboardInterrupt)):
             write(transform, tmp_path / "a.h5")
     assert os.listdir(tmp_path) == []

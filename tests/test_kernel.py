@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from carlreg.attention import attention_moments, coordinate_attention
-from carlreg.attention.reference import reference_attention
-from carlreg.grids import Grid
+from carlreg.geometry.grids import Grid
+from carlreg.model.attention import attention_moments, coordinate_attention
+from carlreg.model.attention.reference import reference_attention
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
-kernel = pytest.importorskip("carlreg.attention.kernel")
+kernel = pytest.importorskip("carlreg.fast.attention")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -222,13 +222,13 @@ def test_the_kernel_is_chosen_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The questions asked before it is used, with a GPU of the right kind pretended."""
-    from carlreg import kernels
+    from carlreg import fast
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert kernels.why_none.__wrapped__(0) is None
+    assert fast.why_none.__wrapped__(0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
-    assert kernels.why_none.__wrapped__(0) == "an old GPU is too old for it"
+    assert fast.why_none.__wrapped__(0) == "an old GPU is too old for it"
 
 
 def test_largest_logit_leaves_room() -> None:

@@ -11,8 +11,9 @@ from conftest import texture
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, diffusion, lncc, lncc2, mind, registration_loss, ssd
-from carlreg.grids import voxel_points
-from carlreg.losses import (
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.jacobian import folding
+from carlreg.objective.losses import (
     SIMILARITIES,
     folds,
     gaussian_blur,
@@ -23,7 +24,7 @@ from carlreg.losses import (
     local_correlation,
     mind_ssc,
 )
-from carlreg.metrics import dice, folding
+from carlreg.objective.metrics import dice
 
 
 def test_lncc_against_a_direct_sum() -> None:

@@ -11,18 +11,15 @@ from conftest import texture
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity
-from carlreg.grids import determinant_per_voxel, voxel_points
-from carlreg.metrics import (
-    dice,
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.jacobian import (
+    determinant_per_voxel,
     folding,
-    hd95,
-    inverse_consistency,
     jacobian_determinant,
-    mean_score,
     sd_log_jacobian,
     spread_of_log,
-    target_registration_error,
 )
+from carlreg.objective.metrics import dice, hd95, inverse_consistency, mean_score, target_registration_error
 
 sitk = pytest.importorskip("SimpleITK")
 

@@ -25,8 +25,13 @@ from carlreg import (
     save,
     xi,
 )
-from carlreg.models import WEIGHTS, ModelFileError, available, describe, first_step, read_metadata
-from carlreg.networks import Encoder, UNet, _UpConv, conv, conv_in_groups, transposed_conv
+from carlreg.fast.convolution import _UpConv, conv_in_groups
+from carlreg.model.encoder import Encoder
+from carlreg.model.files import ModelFileError, describe, read_metadata
+from carlreg.model.layers import conv, transposed_conv
+from carlreg.model.shipped import WEIGHTS, available
+from carlreg.model.unet import UNet
+from carlreg.model.zoo import first_step
 
 
 def parameters(model: nn.Module) -> int:

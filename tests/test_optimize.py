@@ -23,10 +23,11 @@ from carlreg import (
     registration_loss,
     warp,
 )
-from carlreg.grids import Grid
-from carlreg.losses import SIMILARITIES, Loss
-from carlreg.metrics import folding, inverse_consistency
-from carlreg.optimize import steps_in_all
+from carlreg.geometry.grids import Grid
+from carlreg.geometry.jacobian import folding
+from carlreg.objective.instance import steps_in_all
+from carlreg.objective.losses import SIMILARITIES, Loss
+from carlreg.objective.metrics import inverse_consistency
 
 
 def blobs(shift: float) -> Tensor:

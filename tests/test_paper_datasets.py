@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from carlreg.cli import main
-from carlreg.datasets import abdomen1k, copdgene, dirlab, gif, hcp, learn2reg, oasis, retina
-from carlreg.evaluation import DATASETS, adapter, evaluate, identity
-from carlreg.images import from_array, map_points, write
+from carlreg.evaluation.api import DATASETS, adapter, evaluate
+from carlreg.evaluation.sources import identity
+from carlreg.files.images import from_array, map_points, write
+from carlreg.paper_data import abdomen1k, copdgene, dirlab, gif, hcp, learn2reg, oasis, retina
 
 SHARED = Path(__file__).parents[2] / "shared"
 

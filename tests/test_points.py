@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from carlreg.points import PointsError, read_points, write_points
+from carlreg.files.landmarks import PointsError, read_points, write_points
 
 FCSV = """# Markups fiducial file version = 5.0
 # CoordinateSystem = {0}

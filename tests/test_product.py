@@ -15,22 +15,15 @@ import torch
 from conftest import SMALL, randomize
 from torch import Tensor
 
-from carlreg import (
-    DisplacementField,
-    Registration,
-    RegistrationAlgorithm,
-    Transform,
-    carl,
-    gradicon,
-    itk,
-    register,
-    save,
-)
-from carlreg.images import Image, from_array, map_points
-from carlreg.inputs import LoadedModel, load_model, prepare_pair
-from carlreg.losses import gaussian_blur
-from carlreg.optimize import FIELD_STEPS, Optimized, optimize_fields
-from carlreg.product import FILES
+from carlreg import DisplacementField, Registration, RegistrationAlgorithm, Transform, carl, gradicon, register, save
+from carlreg.files import transform_files, world_transform
+from carlreg.files.images import Image, from_array, map_points
+from carlreg.files.world_transform import ItkTransform, WorldTransform
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.objective.instance import FIELD_STEPS, Optimized, optimize_fields
+from carlreg.objective.losses import gaussian_blur
+from carlreg.preparation import prepare_pair
+from carlreg.registration.result import FILES
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -140,7 +133,7 @@ def test_nothing_is_overwritten_or_half_written(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("carlreg.itk.write_warp", full)
+    monkeypatch.setattr("carlreg.files.transform_files.write_warp", full)
     with pytest.raises(OSError, match="No space left"):
         result.save(tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["out", "small.safetensors"]
@@ -311,9 +304,11 @@ def test_a_first_guess_is_part_of_the_answer(model_file: Path, tmp_path: Path, k
     however it is given. The image turned by far more than a header could hide."""
     fixed = blobs((26, 26, 26), np.diag([1.5, 1.5, 1.5, 1]))
     motion = turn(35, 2, (5, -12, 3))
-    moving = itk.apply(itk.WorldTransform.linear(np.linalg.inv(motion)), fixed, from_array(fixed.data, fixed.affine))
-    itk.write(itk.WorldTransform.linear(motion), tmp_path / "guess.tfm")
-    bent = itk.ItkTransform(itk.WorldTransform.linear(motion).to_sitk())
+    moving = world_transform.apply(
+        WorldTransform.linear(np.linalg.inv(motion)), fixed, from_array(fixed.data, fixed.affine)
+    )
+    transform_files.write(WorldTransform.linear(motion), tmp_path / "guess.tfm")
+    bent = ItkTransform(WorldTransform.linear(motion).to_sitk())
     points = map_points(fixed.affine, np.random.default_rng(0).uniform(6, 20, (50, 3)))
     for guess in (motion, motion.tolist(), tmp_path / "guess.tfm", bent):
         result = register(
@@ -406,7 +401,7 @@ def test_without_room_for_both_directions_they_come_one_after_the_other(
 def test_without_room_for_the_weights_the_fields_are_optimised(
     pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("carlreg.product.instance_optimize", no_room)
+    monkeypatch.setattr("carlreg.registration.solve.instance_optimize", no_room)
     fixed, moving = pair
     model = LoadedModel(carl(3, 2, **SMALL), (16, 16, 16), {"name": "small"})
     options = {"over": "weights", "io_iterations": 2, "device": "cpu", "allow_identity": False}
@@ -486,7 +481,7 @@ def test_certainty_is_the_spread_of_attention(unlike: tuple[Image, Image]) -> No
 def test_without_room_for_certainty_there_is_none(
     unlike: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("carlreg.product.Inside.of", no_room)
+    monkeypatch.setattr("carlreg.registration.api.Inside.of", no_room)
     fixed, moving = unlike
     model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
     options = {"model": model, "io_iterations": 0, "device": "cpu", "certainty": True}
@@ -510,7 +505,7 @@ def test_fields_are_optimised_on_half_the_grid_where_that_has_as_many_voxels_as_
         shapes.extend(tuple(one.shape[2:]) for one in given if one is not None)
         return optimize_fields(forward, backward, moving, fixed, **options)
 
-    monkeypatch.setattr("carlreg.product.optimize_fields", spy)
+    monkeypatch.setattr("carlreg.registration.solve.optimize_fields", spy)
     fixed, moving = pair
     other = blobs(moving.shape, moving.affine, seed=1)
     mask = from_array(np.ones(other.shape, np.uint8), other.affine)
@@ -531,7 +526,7 @@ def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(
         shapes.extend(tuple(one.shape[2:]) for one in (moving, fixed))
         return optimize_fields(forward, backward, moving, fixed, **options)
 
-    monkeypatch.setattr("carlreg.product.optimize_fields", spy)
+    monkeypatch.setattr("carlreg.registration.solve.optimize_fields", spy)
     fixed, _ = pair
     moving = blobs((36, 24, 33), np.diag([1.2, 1.5, 1.6, 1.0]), seed=1)
     result = register(fixed=fixed, moving=moving, model=tmp_path / "model.safetensors", over="fields", io_iterations=1)
@@ -549,7 +544,7 @@ def test_fields_of_small_scans_are_optimised_gently(
         asked.append(options)
         return optimize_fields(*answer, **options)
 
-    monkeypatch.setattr("carlreg.product.optimize_fields", note)
+    monkeypatch.setattr("carlreg.registration.solve.optimize_fields", note)
     model = LoadedModel(moving_network.network, (32, 32, 32), {})
     for side, regularity in ((12, None), (40, None), (40, 2.0)):
         image = blobs((side,) * 3, np.eye(4))

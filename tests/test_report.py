@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from browser import Page, chromium, needs_browser
 
-from carlreg import itk, report
-from carlreg.images import Image, map_points, to_closest_ras
-from carlreg.product import Registration
-from carlreg.report.encode import mosaic, png, volume_uri
+from carlreg.files import world_transform
+from carlreg.files.images import Image, map_points
+from carlreg.files.orientation import to_closest_ras
+from carlreg.registration.result import Registration
+from carlreg.show import report
+from carlreg.show.report.encode import mosaic, png, volume_uri
 
 sitk = pytest.importorskip("SimpleITK")
 PROGRAM = Path(report.__file__).parent / "page.js"
@@ -51,8 +53,8 @@ def registration(
     centre = CENTRE[:dim]
     fixed = ball(shape, affine(turned, spacing, shape), centre)
     moving = ball(shape, affine(np.eye(dim), spacing, shape), centre)
-    transform = itk.sample(move, fixed)
-    inverse = itk.sample(lambda points: points, moving)
+    transform = world_transform.sample(move, fixed)
+    inverse = world_transform.sample(lambda points: points, moving)
     settings = {
         "model": "carl-base",
         "grid": [96] * dim,
@@ -62,7 +64,7 @@ def registration(
     }
     curve = [{"total": 1.0 / (k + 1), "similarity": 0.5, "regularity": 0.1 * k} for k in range(losses)]
     metrics = {"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "inverse_error_mm": 0.01}
-    warped = itk.apply(transform, moving, fixed)
+    warped = world_transform.apply(transform, moving, fixed)
     return Registration(transform, inverse, warped, fixed, moving, metrics, settings, curve, warnings)
 
 

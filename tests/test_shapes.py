@@ -8,8 +8,9 @@ from conftest import SMALL, randomize, texture
 from torch import Tensor
 
 from carlreg import Identity, RegistrationAlgorithm, carl, carl_rot, gradicon, warp, xi
-from carlreg.networks import Encoder
-from carlreg.transforms import Affine, random_rotation
+from carlreg.geometry.fitting import random_rotation
+from carlreg.geometry.transforms import Affine
+from carlreg.model.encoder import Encoder
 
 NETWORKS = {
     "carl": lambda dim: carl(dim, width=4, **SMALL),
@@ -114,7 +115,7 @@ def test_several_channels() -> None:
 def test_augmented_is_the_network_behind_its_augmentation() -> None:
     """R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn anew and the same in both directions."""
     from carlreg import Augmented
-    from carlreg.transforms import compose
+    from carlreg.geometry.transforms import compose
 
     moving, fixed = texture(24, 24), texture(24, 24)
     inner = network("carl", moving, fixed)

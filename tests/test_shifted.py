@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, Transform
-from carlreg.evaluation import Result
-from carlreg.grids import voxel_points
-from carlreg.images import Image
-from carlreg.transforms import warp
+from carlreg.evaluation.sources import Result
+from carlreg.files.images import Image
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.transforms import warp
 
 ROOT = Path(__file__).parent.parent
 SIDE = 24

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg.grids import Grid
-from carlreg.images import Image, map_points, preprocess
+from carlreg.files.images import Image, map_points
+from carlreg.geometry.grids import Grid
+from carlreg.preparation import preprocess
 from carlreg.synthesis import LABELS, PHASES, Patient, Scan, correspondence, patient, random_anatomy
 from carlreg.synthesis.waves import Waves
 

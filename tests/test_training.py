@@ -22,12 +22,12 @@ from carlreg import (
     load,
     registration_loss,
 )
-from carlreg.distributed import Team, launch, shared
-from carlreg.grids import Grid
-from carlreg.models import read_metadata
-from carlreg.runs import Settings
-from carlreg.training import PAPER, PAPER_ROT, Progress, Stage, TrainingError, TrainingStep, train
-from carlreg.transforms import fit_affine
+from carlreg.geometry.fitting import fit_affine
+from carlreg.geometry.grids import Grid
+from carlreg.model.files import read_metadata
+from carlreg.training.distributed import Team, launch, shared
+from carlreg.training.loop import PAPER, PAPER_ROT, Progress, Stage, TrainingError, TrainingStep, train
+from carlreg.training.run import Settings
 
 
 def blobs(generator: torch.Generator, batch: int = 2) -> Tensor:
@@ -107,12 +107,12 @@ def test_a_time_limit_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_time_limit_where_a_refinement_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from carlreg import training
+    from carlreg.training import loop
 
     stages = [Stage(2), Stage(3, refine=True)]
     expected = train(network(), draw, stages, out=tmp_path / "whole")
     ticks = iter([0.0, 0.1, 0.2, *[9.0] * 99])
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(ticks))
     train(network(), draw, stages, out=tmp_path / "cut", seconds=1, log_every=99)
     monkeypatch.undo()
     model = train(network(), draw, stages, out=tmp_path / "cut")
@@ -134,7 +134,6 @@ def test_a_batch_that_overflows_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from carlreg import training
 
     seen: list[dict[str, object]] = []
 
@@ -142,7 +141,7 @@ def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.Monke
         seen.append(options)
         return registration_loss(*arguments, **options)
 
-    monkeypatch.setattr(training, "registration_loss", spy)
+    monkeypatch.setattr("carlreg.training.loop.registration_loss", spy)
     train(network(), draw, [Stage(1, "diffusion", weight=0.3, similarity="ssd")], out=tmp_path)
     assert {k: seen[0][k] for k in ("regularity", "weight", "similarity")} == {
         "regularity": "diffusion",
@@ -152,7 +151,6 @@ def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from carlreg import training
 
     calls = 0
 
@@ -163,7 +161,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
         factor = torch.nan if calls in (2, 3) else 1.0
         return type(loss)(loss.total * factor, loss.similarity, loss.regularity)
 
-    monkeypatch.setattr(training, "registration_loss", sometimes_nan)
+    monkeypatch.setattr("carlreg.training.loop.registration_loss", sometimes_nan)
     seen: list[Progress] = []
     model = train(network(), draw, [Stage(5)], out=tmp_path, log_every=1, callback=seen.append)
     assert [p.skipped for p in seen] == [0, 1, 2, 2, 2]
@@ -173,7 +171,6 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
 def test_too_many_of_them_end_the_run_with_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from carlreg import training
 
     good = train(network(), draw, [Stage(3)], out=tmp_path / "good").state_dict()
     calls = 0
@@ -184,7 +181,7 @@ def test_too_many_of_them_end_the_run_with_the_last_good_checkpoint(
         loss = registration_loss(*arguments, **options)
         return type(loss)(loss.total * (torch.nan if calls > 3 else 1.0), loss.similarity, loss.regularity)
 
-    monkeypatch.setattr(training, "registration_loss", breaks)
+    monkeypatch.setattr("carlreg.training.loop.registration_loss", breaks)
     with pytest.raises(TrainingError, match="5 steps in a row had gradients that are not finite"):
         train(network(), draw, [Stage(50)], out=tmp_path / "bad", save_every=3, log_every=1, most_skipped=4)
     kept = load(tmp_path / "bad" / "last.safetensors").state_dict()
@@ -281,7 +278,6 @@ def test_graphs_change_nothing_but_speed(tmp_path: Path, label_weight: float) ->
 def test_rotations_inside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network that answers with the identity, behind R and Q, gives R ∘ Q⁻¹: rotations, each way the other's
     inverse, new at every step. The file holds the network alone."""
-    from carlreg import training
 
     seen: list[tuple[Transform, Transform]] = []
 
@@ -289,7 +285,7 @@ def test_rotations_inside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append((phi.detach(), inverse.detach()))
         return registration_loss(phi, inverse, *images, **options)
 
-    monkeypatch.setattr(training, "registration_loss", spy)
+    monkeypatch.setattr("carlreg.training.loop.registration_loss", spy)
     torch.manual_seed(0)
     train(gradicon(2, 2, **SMALL), draw, [Stage(2, learning_rate=0.0, rotate=True)], out=tmp_path)
     x = torch.rand(2, 50, 2)
@@ -356,7 +352,7 @@ class Operations(TorchDispatchMode):
 def test_a_step_with_rotations_never_waits_for_the_device(regularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it can be captured as a CUDA graph: no value is read back, no numbers come from the host, and nothing is
     factorised. Once constants are made, and without the check of the images, which capturing leaves out."""
-    monkeypatch.setattr("carlreg.registration.check_finite", lambda *_: None)
+    monkeypatch.setattr("carlreg.model.algorithms.check_finite", lambda *_: None)
     step = TrainingStep(
         carl_rot(2, 2, width=4, **SMALL).train(), Stage(1, regularity, rotate=True), device=torch.device("cpu")
     )

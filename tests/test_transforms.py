@@ -10,7 +10,8 @@ from conftest import texture, voxels
 from torch import Tensor
 
 from carlreg import Affine, DisplacementField, Identity, Transform, compose, invert, warp
-from carlreg.grids import (
+from carlreg.geometry.fitting import about_centre, fit_affine, fit_rigid, fit_robustly, random_rotation
+from carlreg.geometry.grids import (
     Grid,
     _sample_by_index,
     _sample_by_kernel,
@@ -19,7 +20,7 @@ from carlreg.grids import (
     pool,
     voxel_points,
 )
-from carlreg.transforms import Composition, about_centre, fit_affine, fit_rigid, fit_robustly, random_rotation
+from carlreg.geometry.transforms import Composition
 
 SHAPES = {1: (17,), 2: (17, 12), 3: (9, 12, 10)}
 

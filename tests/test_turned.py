@@ -15,18 +15,23 @@ import torch
 import torch.nn.functional as F
 from conftest import SMALL
 
-from carlreg import Registration, gradicon, images, register
+from carlreg import Registration, gradicon, preparation, register
 from carlreg.explain import explain
-from carlreg.grids import determinant
-from carlreg.images import Image, map_points
-from carlreg.inputs import LoadedModel, common_voxel, find_model, load_model, prepare_pair
-from carlreg.look import TRIED, look, many_rotations
-from carlreg.losses import diffusion, lncc, nearness
-from carlreg.models import carl_rot, describe, load, save
-from carlreg.networks import Encoder, Handedness, axis_rotations, rotate_grid
-from carlreg.registration import ClosedFormXi
+from carlreg.files import images
+from carlreg.files.images import Image, map_points
+from carlreg.geometry import resizing
+from carlreg.geometry.fitting import about_centre, random_rotation
+from carlreg.geometry.jacobian import determinant
+from carlreg.geometry.transforms import Identity, warp
+from carlreg.model.algorithms import ClosedFormXi
+from carlreg.model.encoder import Encoder, Handedness, axis_rotations, rotate_grid
+from carlreg.model.files import describe, load, save
+from carlreg.model.loaded import LoadedModel, find_model, load_model
+from carlreg.model.zoo import carl_rot
+from carlreg.objective.losses import diffusion, lncc, nearness
+from carlreg.preparation import Frame, common_voxel, prepare_pair
+from carlreg.registration.rotation_search import TRIED, look, many_rotations
 from carlreg.synthesis import random_anatomy
-from carlreg.transforms import Identity, about_centre, random_rotation, warp
 
 CPU = torch.device("cpu")
 
@@ -49,13 +54,13 @@ def centre_of(image: Image) -> np.ndarray:
 
 def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
     data = torch.arange(40, dtype=torch.float64).reshape(1, 1, 40, 1).expand(1, 1, 40, 30).contiguous()
-    seen = images.Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).see(data)[0, 0]
+    seen = Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).see(data)[0, 0]
     want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
     assert torch.allclose(seen, want[:, None].expand(11, 9))
-    wide = images.Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).see(torch.ones(1, 1, 20, 20))[0, 0]
+    wide = Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).see(torch.ones(1, 1, 20, 20))[0, 0]
     assert wide[10:30, 10:30].min() == 1
     assert wide.sum() == 400
-    labels = images.Frame((40, 40), (9.5, 9.5), (0.5, 1.0)).see_labels(torch.full((1, 1, 20, 20), 7, dtype=torch.uint8))
+    labels = Frame((40, 40), (9.5, 9.5), (0.5, 1.0)).see_labels(torch.full((1, 1, 20, 20), 7, dtype=torch.uint8))
     assert labels.dtype == torch.uint8
     assert torch.equal(labels[0, 0], F.pad(torch.full((40, 20), 7, dtype=torch.uint8), (10, 10)))
 
@@ -114,7 +119,7 @@ def test_narrow_margins_stay() -> None:
         data = np.zeros((50, 50, 50), np.float32)
         data[:filled] = 100 + np.arange(50)
         scans.append(Image(data, np.diag([-1.0, -1.0, 1.0, 1.0])))
-    whole = [images.resize(images.preprocess(scan)[0], (32, 32, 32)) for scan in scans]
+    whole = [resizing.resize(preparation.preprocess(scan)[0], (32, 32, 32)) for scan in scans]
     for pair, sort, cut in (((0, 2), model, True), ((1, 2), model, False), ((0, 2), replace(model, whole=True), False)):
         for number, seen in zip(pair, prepare_pair(*(scans[n] for n in pair), sort, CPU), strict=True):
             shown = int((seen.tensor[0, 0, :, 16, 16] > 0.05).sum())

@@ -27,14 +27,19 @@ from browser import NO_WEBGL, WEBGL, chromium, needs_browser
 sitk = pytest.importorskip("SimpleITK")
 from test_report import bend, registration  # noqa: E402  (needs SimpleITK)
 
-from carlreg import images, itk, report, viewer  # noqa: E402
 from carlreg.cli import main  # noqa: E402
-from carlreg.images import Image, from_sitk, map_points, to_closest_ras  # noqa: E402
-from carlreg.product import sha256  # noqa: E402
-from carlreg.viewer import fetch as fetching  # noqa: E402
-from carlreg.viewer import server as served  # noqa: E402
-from carlreg.viewer.fetch import SCRIPT  # noqa: E402
-from carlreg.viewer.scene import nifti  # noqa: E402
+from carlreg.files import images, transform_files  # noqa: E402
+from carlreg.files.checksums import sha256  # noqa: E402
+from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
+from carlreg.files.orientation import to_closest_ras  # noqa: E402
+from carlreg.show import (  # noqa: E402
+    report,
+    viewer,
+)
+from carlreg.show.viewer import fetch as fetching  # noqa: E402
+from carlreg.show.viewer import server as served  # noqa: E402
+from carlreg.show.viewer.fetch import SCRIPT  # noqa: E402
+from carlreg.show.viewer.scene import nifti  # noqa: E402
 
 FLIP = np.array([-1.0, -1.0, 1.0])
 needs_niivue = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs NiiVue: make viewer")
@@ -112,7 +117,7 @@ def test_volumes_are_the_images(server: viewer.Server, out: Path, tmp_path: Path
         assert np.allclose(theirs.GetDirection(), ours.GetDirection())
     (tmp_path / "a.nii").write_bytes(urllib.request.urlopen(f"{server.url}jacobian.nii").read())
     change = from_sitk(sitk.ReadImage(str(tmp_path / "a.nii")))
-    transform, at = itk.read(out / "transform.h5"), np.array([9, 10, 7])
+    transform, at = transform_files.read(out / "transform.h5"), np.array([9, 10, 7])
     here, step = map_points(change.affine, at), 2.0
     columns = [(transform(here + e * step) - transform(here - e * step)) / (2 * step) for e in np.eye(3)]
     assert change.data[tuple(at)] == pytest.approx(np.log2(np.linalg.det(np.transpose(columns))), abs=0.05)
@@ -235,7 +240,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     scene = viewer.find(out)
     assert set(scene.volumes) == {"warped", "jacobian", "folds"}
     assert scene.describe()["dim"] == 3
-    assert np.allclose(scene.match(np.ones(3))["moving"]["lps"], itk.read(out / "transform.h5")(np.ones((1, 3)))[0])
+    assert np.allclose(
+        scene.match(np.ones(3))["moving"]["lps"], transform_files.read(out / "transform.h5")(np.ones((1, 3)))[0]
+    )
 
 
 def test_volumes_are_what_niivue_reads(tmp_path: Path) -> None:
@@ -370,7 +377,7 @@ def crosshair(page: Any, side: str) -> np.ndarray:
 @needs_niivue
 def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> None:
     fixed = to_closest_ras(images.read(out.parent / "fixed.nii.gz"))
-    transform, inverse = (itk.read(out / f"{name}transform.h5") for name in ("", "inverse_"))
+    transform, inverse = (transform_files.read(out / f"{name}transform.h5") for name in ("", "inverse_"))
     with chromium(*WEBGL) as page:
         page.open(server.url, width=1200, height=900)
         page.wait("document.body.dataset.ready")

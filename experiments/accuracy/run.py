@@ -28,15 +28,19 @@ from typing import Any
 
 import numpy as np
 
-from carlreg import itk
-from carlreg.baselines import BASELINES, cached
-from carlreg.datasets import learn2reg, oasis
-from carlreg.datasets.tables import Pair
-from carlreg.evaluation import FIGURES, Evaluation, Method, Result, Scores, identity, in_folder, score
-from carlreg.images import Image, read_labels, to_closest_ras
-from carlreg.inputs import find_model, sha256
-from carlreg.metrics import mean_score
-from carlreg.models import write_atomically
+from carlreg.evaluation.api import Evaluation
+from carlreg.evaluation.baselines import BASELINES, cached
+from carlreg.evaluation.scores import FIGURES, Scores, score
+from carlreg.evaluation.sources import Method, Result, identity, in_folder
+from carlreg.files import world_transform
+from carlreg.files.atomic import write_atomically
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image, read_labels
+from carlreg.files.orientation import to_closest_ras
+from carlreg.files.tables import Pair
+from carlreg.model.loaded import find_model
+from carlreg.objective.metrics import mean_score
+from carlreg.paper_data import learn2reg, oasis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -367,7 +371,10 @@ def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[st
                 axis.set_axis_off()
                 continue
             transform = source.method(pair, fixed, moving).transform
-            warped, labels = itk.apply(transform, moving, fixed), itk.apply(transform, moving_labels, fixed, "nearest")
+            warped, labels = (
+                world_transform.apply(transform, moving, fixed),
+                world_transform.apply(transform, moving_labels, fixed, "nearest"),
+            )
             outlines = {"white": fixed_labels, "": labels}
             draw(axis, warped, outlines, here, evaluation.labels, f"{source.name}, Dice {dice[0]:.3f}")
     write_atomically(path, png(figure, 100))

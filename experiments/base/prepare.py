@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from carlreg.grids import Grid, interpolate
-from carlreg.losses import gaussian_blur
+from carlreg.geometry.grids import Grid, interpolate
+from carlreg.objective.losses import gaussian_blur
 
 SIDE = 96
 DEV = 3

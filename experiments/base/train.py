@@ -24,14 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import carl, gradicon, load, pretrained, save
-from carlreg.optimize import instance_optimize
-from carlreg.precision import mixed_precision
-from carlreg.registration import RegistrationAlgorithm
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import Affine, Identity, Transform, compose, warp
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import load, save
+from carlreg.model.shipped import pretrained
+from carlreg.model.zoo import carl, gradicon
+from carlreg.objective.instance import instance_optimize
+from carlreg.objective.metrics import dice, mean_score
 from carlreg.synthesis import random_anatomy
-from carlreg.training import Progress, Stage, train
-from carlreg.transforms import Affine, Identity, Transform, compose, warp
+from carlreg.training.loop import Progress, Stage, train
 
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
-from carlreg.grids import Grid, interpolate, voxel_points
-from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import load, pretrained
-from carlreg.optimize import optimize_fields
-from carlreg.precision import mixed_precision
-from carlreg.transforms import DisplacementField, warp
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.grids import Grid, interpolate, voxel_points
+from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import DisplacementField, warp
+from carlreg.model.files import load
+from carlreg.model.shipped import pretrained
+from carlreg.objective.instance import optimize_fields
+from carlreg.objective.metrics import dice, mean_score
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 from train import ABDOMEN_FIVE, Data  # type: ignore[import-not-found]
 
-from carlreg.grids import interpolate
-from carlreg.inputs import FOREGROUND
-from carlreg.metrics import dice, folding, mean_score
-from carlreg.models import load
-from carlreg.optimize import optimize_fields
-from carlreg.precision import mixed_precision
-from carlreg.registration import RegistrationAlgorithm, coordinate_matches
-from carlreg.transforms import Affine, Identity, Transform, fit_affine, fit_robustly, warp
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.fitting import fit_affine, fit_robustly
+from carlreg.geometry.grids import interpolate
+from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import Affine, Identity, Transform, warp
+from carlreg.model.algorithms import RegistrationAlgorithm, coordinate_matches
+from carlreg.model.files import load
+from carlreg.objective.instance import optimize_fields
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.preparation import FOREGROUND
 
 
 def main() -> None:

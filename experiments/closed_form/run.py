@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg import ClosedFormXi, Transform, compose, invert
-from carlreg.grids import Grid
+from carlreg.geometry.grids import Grid
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from carlreg.models import write_atomically
+from carlreg.files.atomic import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from carlreg.datasets import learn2reg, oasis
 from carlreg.explain import draw_certainty, draw_masks, draw_point, draw_probe, explain, probe
-from carlreg.images import read_labels
-from carlreg.models import DEFAULT
+from carlreg.files.images import read_labels
+from carlreg.model.shipped import DEFAULT
+from carlreg.paper_data import learn2reg, oasis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

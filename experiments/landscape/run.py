@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from carlreg.datasets import retina
-from carlreg.losses import diffusion, lncc
-from carlreg.networks import UNet
-from carlreg.registration import PredictDisplacement, RegistrationAlgorithm, TwoStep
-from carlreg.transforms import Affine, DisplacementField, Transform, warp
+from carlreg.geometry.transforms import Affine, DisplacementField, Transform, warp
+from carlreg.model.algorithms import PredictDisplacement, RegistrationAlgorithm, TwoStep
+from carlreg.model.unet import UNet
+from carlreg.objective.losses import diffusion, lncc
+from carlreg.paper_data import retina
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from carlreg.grids import interpolate
-from carlreg.models import pretrained, write_atomically
-from carlreg.registration import coordinate_matches
-from carlreg.transforms import Affine, warp
+from carlreg.files.atomic import write_atomically
+from carlreg.geometry.grids import interpolate
+from carlreg.geometry.transforms import Affine, warp
+from carlreg.model.algorithms import coordinate_matches
+from carlreg.model.shipped import pretrained
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))

@@ -29,16 +29,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.baselines import BASELINES
-from carlreg.datasets.tables import Pair
-from carlreg.evaluation import Method
-from carlreg.grids import voxel_points
-from carlreg.images import Frame, from_array, map_points, resize, sparse_sides
-from carlreg.inputs import FOREGROUND
-from carlreg.metrics import dice, mean_score
-from carlreg.models import write_atomically
-from carlreg.precision import mixed_precision
-from carlreg.transforms import Affine, DisplacementField, Identity, Transform, compose, warp
+from carlreg.evaluation.baselines import BASELINES
+from carlreg.evaluation.sources import Method
+from carlreg.fast.precision import mixed_precision
+from carlreg.files.atomic import write_atomically
+from carlreg.files.images import from_array, map_points
+from carlreg.files.tables import Pair
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.resizing import resize
+from carlreg.geometry.transforms import Affine, DisplacementField, Identity, Transform, compose, warp
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.preparation import FOREGROUND, Frame, sparse_sides
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 

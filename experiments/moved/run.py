@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from carlreg import itk
-from carlreg.baselines import BASELINES
-from carlreg.datasets import oasis
-from carlreg.datasets.tables import Pair
-from carlreg.evaluation import Evaluation, by_model, evaluate
-from carlreg.images import Image, Matrix, map_points, read, read_labels, write
+from carlreg.evaluation.api import Evaluation, evaluate
+from carlreg.evaluation.baselines import BASELINES
+from carlreg.evaluation.sources import by_model
+from carlreg.files import world_transform
+from carlreg.files.images import Image, Matrix, map_points, read, read_labels, write
+from carlreg.files.tables import Pair
+from carlreg.paper_data import oasis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -46,7 +47,7 @@ def moved(image: Image, shift: float, angle: float, labels: bool) -> Image:
     def back(points: Matrix) -> Matrix:
         return (points - middle - [shift, 0, 0]) @ turn + middle
 
-    return itk.apply(back, image, image, "nearest" if labels else "linear")
+    return world_transform.apply(back, image, image, "nearest" if labels else "linear")
 
 
 def padded(image: Image, margin: float) -> Image:

@@ -27,10 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from carlreg import images, itk
-from carlreg.inputs import find_model, sha256
-from carlreg.metrics import dice, mean_score
-from carlreg.models import write_atomically
+from carlreg.files import images, orientation, world_transform
+from carlreg.files.atomic import write_atomically
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image
+from carlreg.files.world_transform import WorldTransform
+from carlreg.model.loaded import find_model
+from carlreg.objective.metrics import dice, mean_score
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -165,15 +168,15 @@ def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict
 def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
     """Dice with the two boxes laid onto one another."""
     f, m = (images.read_labels(path) for path in (fixed, moving))
-    warped = itk.apply(boxes(f, m), m, f, "nearest")
+    warped = world_transform.apply(boxes(f, m), m, f, "nearest")
     first, second = (torch.from_numpy(one.data.astype(np.int64))[None, None] for one in (warped, f))
     return mean_score(dice(first, second, labels))
 
 
-def boxes(fixed: images.Image, moving: images.Image) -> itk.WorldTransform:
+def boxes(fixed: Image, moving: Image) -> WorldTransform:
     """T that lays the fixed image's box, turned closest to RAS, onto the moving image's."""
-    f, m = images.to_closest_ras(fixed), images.to_closest_ras(moving)
-    return itk.WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
+    f, m = orientation.to_closest_ras(fixed), orientation.to_closest_ras(moving)
+    return WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
 
 
 def groups(report: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -203,7 +206,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image], path: Path) -> None:
+def picture(folder: Path, fixed: str, moving: str, shown: dict[str, Image], path: Path) -> None:
     """The middle slice of the fixed image, of the moving one stretched to it, and of each result, with the edges of the
     fixed labels over all of them."""
     import matplotlib
@@ -212,12 +215,12 @@ def picture(folder: Path, fixed: str, moving: str, shown: dict[str, images.Image
     from matplotlib import pyplot as plt
 
     f, m = images.read(folder / f"{fixed}.nii.gz"), images.read(folder / f"{moving}.nii.gz")
-    labels = images.to_closest_ras(images.read_labels(folder / f"{fixed}_labels.nii.gz"))
-    panels = {"fixed": f, "moving, stretched": itk.apply(boxes(f, m), m, f), **shown}
+    labels = orientation.to_closest_ras(images.read_labels(folder / f"{fixed}_labels.nii.gz"))
+    panels = {"fixed": f, "moving, stretched": world_transform.apply(boxes(f, m), m, f), **shown}
     middle = int(np.argmax((labels.data > 0).sum(axis=(0, 1))))
     figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.4), squeeze=False)
     for axis, (title, image) in zip(axes[0], panels.items(), strict=True):
-        turned = images.to_closest_ras(image)
+        turned = orientation.to_closest_ras(image)
         aspect = turned.spacing[1] / turned.spacing[0]
         axis.imshow(turned.data[:, :, middle].T, cmap="gray", origin="lower", aspect=aspect)
         edges = labels.data[:, :, middle].T

@@ -15,10 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from carlreg.datasets import oasis
-from carlreg.evaluation import Scores, by_model, evaluate
-from carlreg.models import DEFAULT, WEIGHTS, load, read_metadata, save
-from carlreg.registration import Downsample, RegistrationAlgorithm, TwoStep
+from carlreg.evaluation.api import evaluate
+from carlreg.evaluation.scores import Scores
+from carlreg.evaluation.sources import by_model
+from carlreg.model.algorithms import Downsample, RegistrationAlgorithm, TwoStep
+from carlreg.model.files import load, read_metadata, save
+from carlreg.model.shipped import DEFAULT, WEIGHTS
+from carlreg.paper_data import oasis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

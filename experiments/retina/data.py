@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.grids import interpolate, voxel_points
+from carlreg.geometry.grids import interpolate, voxel_points
 
 Variant = Literal["Baseline", "Shift", "Scale Shift"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -123,8 +123,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    from carlreg.datasets import retina
-    from carlreg.datasets.gif import read_gif
+    from carlreg.paper_data import retina
+    from carlreg.paper_data.gif import read_gif
 
     subjects = [subject for split in ("train", "test") for subject in retina.subjects(arguments.folder, split)]
     images = np.stack([read_gif(subject.image) > 127 for subject in subjects])

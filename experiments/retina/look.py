@@ -20,10 +20,10 @@ from torch import Tensor
 from train import DATA_SEEDS  # type: ignore[import-not-found]
 
 from carlreg.explain import Inside
-from carlreg.grids import voxel_points
-from carlreg.models import load as load_model
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.transforms import warp
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.transforms import warp
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import load as load_model
 
 SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 13, 16, 20, 24, 28, 32, 37, 40, 44, 48)
 """In pixels of the averaged images, of which a retina has about 130; 50 rows below it are empty."""

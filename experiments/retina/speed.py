@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from train import BATCH, NETWORKS, RATE  # type: ignore[import-not-found]
 
-from carlreg.models import write_atomically
-from carlreg.training import Stage, TrainingStep
+from carlreg.files.atomic import write_atomically
+from carlreg.training.loop import Stage, TrainingStep
 
 SHAPE = (196, 141)
 """Of an image of the experiment."""

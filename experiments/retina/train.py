@@ -25,11 +25,13 @@ import torch
 from data import VARIANTS, Pairs, Variant, build, load  # type: ignore[import-not-found]
 from torch import Tensor
 
-from carlreg.models import carl, gradicon, save, write_atomically, xi
-from carlreg.precision import mixed_precision
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.training import Stage, TrainingStep
-from carlreg.transforms import Identity, Transform, warp
+from carlreg.fast.precision import mixed_precision
+from carlreg.files.atomic import write_atomically
+from carlreg.geometry.transforms import Identity, Transform, warp
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import save
+from carlreg.model.zoo import carl, gradicon, xi
+from carlreg.training.loop import Stage, TrainingStep
 
 NETWORKS = {
     "displacement": lambda: gradicon(2, 2),  # TwoStep{Down{TwoStep{Down{Ψ0}, Ψ1}}, Ψ2}

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg.transforms import Affine, about_centre, random_rotation, warp
+from carlreg.geometry.fitting import about_centre, random_rotation
+from carlreg.geometry.transforms import Affine, warp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "retina"))
 

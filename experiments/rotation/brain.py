@@ -22,10 +22,12 @@ import numpy as np
 import torch
 from angles import MM  # type: ignore[import-not-found]
 
-from carlreg.models import carl_rot, load, save, write_atomically
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.training import Stage, train
-from carlreg.transforms import random_rotation
+from carlreg.files.atomic import write_atomically
+from carlreg.geometry.fitting import random_rotation
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import load, save
+from carlreg.model.zoo import carl_rot
+from carlreg.training.loop import Stage, train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 

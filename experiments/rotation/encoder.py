@@ -28,14 +28,17 @@ import torch.nn.functional as F
 from angles import MM  # type: ignore[import-not-found]
 from torch import Tensor
 
-from carlreg.grids import interpolate, pool, voxel_points
-from carlreg.inputs import FOREGROUND
-from carlreg.models import carl_rot, first_step, save, write_atomically
-from carlreg.networks import Symmetrized
-from carlreg.precision import mixed_precision
-from carlreg.registration import CoordinateAttention, RegistrationAlgorithm
-from carlreg.training import Stage
-from carlreg.transforms import Affine, Transform, compose, random_rotation, warp
+from carlreg.fast.precision import mixed_precision
+from carlreg.files.atomic import write_atomically
+from carlreg.geometry.fitting import random_rotation
+from carlreg.geometry.grids import interpolate, pool, voxel_points
+from carlreg.geometry.transforms import Affine, Transform, compose, warp
+from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
+from carlreg.model.encoder import Symmetrized
+from carlreg.model.files import save
+from carlreg.model.zoo import carl_rot, first_step
+from carlreg.preparation import FOREGROUND
+from carlreg.training.loop import Stage
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))

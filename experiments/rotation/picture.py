@@ -22,11 +22,11 @@ from angles import PLANES, turn  # type: ignore[import-not-found]
 from matplotlib.figure import Figure
 from turned import by_model, drawn, image_of  # type: ignore[import-not-found]
 
-from carlreg import itk
-from carlreg.images import map_points
-from carlreg.inputs import FOREGROUND
-from carlreg.metrics import folding
-from carlreg.transforms import DisplacementField, warp
+from carlreg.files import world_transform
+from carlreg.files.images import map_points
+from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import DisplacementField, warp
+from carlreg.preparation import FOREGROUND
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
@@ -60,7 +60,7 @@ def main() -> None:
     rows = {}
     for row, (name, source) in zip(plots, (text.split("=", 1) for text in arguments.method), strict=True):
         transform, told = by_model(source, arguments.no_optimisation)[0](m, f)
-        warped = itk.apply(transform, m, f).data
+        warped = world_transform.apply(transform, m, f).data
         index = np.moveaxis(np.indices(f.shape), 0, -1)
         found = map_points(np.linalg.inv(m.affine), transform(map_points(f.affine, index)))
         # In units of the image, to count folds.

@@ -21,10 +21,10 @@ from data import load  # type: ignore[import-not-found]
 from look import picture  # type: ignore[import-not-found]
 from train import DATA_SEEDS, vessel_dice  # type: ignore[import-not-found]
 
-from carlreg.models import load as load_model
-from carlreg.models import write_atomically
-from carlreg.optimize import instance_optimize
-from carlreg.precision import mixed_precision
+from carlreg.fast.precision import mixed_precision
+from carlreg.files.atomic import write_atomically
+from carlreg.model.files import load as load_model
+from carlreg.objective.instance import instance_optimize
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from train import (  # type: ignore[import-not-found]
     train_in_groups,
 )
 
-from carlreg.models import carl, carl_rot, gradicon
-from carlreg.training import Stage
+from carlreg.model.zoo import carl, carl_rot, gradicon
+from carlreg.training.loop import Stage
 
 UNETS = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
 COMPARED = ("rot", "outside", "CARL", "displacement")

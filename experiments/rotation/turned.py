@@ -27,15 +27,15 @@ import torch
 from angles import MM, PLANES, turn  # type: ignore[import-not-found]
 from torch import Tensor
 
-from carlreg.baselines import BASELINES
-from carlreg.datasets.tables import Pair
-from carlreg.grids import voxel_points
-from carlreg.images import Image, map_points
-from carlreg.inputs import load_model
-from carlreg.metrics import dice, mean_score
-from carlreg.models import write_atomically
-from carlreg.product import register
-from carlreg.transforms import DisplacementField, compose, warp
+from carlreg.evaluation.baselines import BASELINES
+from carlreg.files.atomic import write_atomically
+from carlreg.files.images import Image, map_points
+from carlreg.files.tables import Pair
+from carlreg.geometry.grids import voxel_points
+from carlreg.geometry.transforms import DisplacementField, compose, warp
+from carlreg.model.loaded import load_model
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.registration.api import register
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from carlreg import CoordinateAttention, Downsample, PredictDisplacement, RegistrationAlgorithm, TwoStep
-from carlreg.losses import gaussian_blur
-from carlreg.networks import Encoder, UNet
+from carlreg.model.encoder import Encoder
+from carlreg.model.unet import UNet
+from carlreg.objective.losses import gaussian_blur
 
 HERE = Path(__file__).parent
 SIDE, MARGIN, LARGEST = 96, 52, 24

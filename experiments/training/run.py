@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from carlreg.models import write_atomically
+from carlreg.files.atomic import write_atomically
 
 RESULTS = Path(__file__).with_name("results")
 

@@ -9,13 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from carlreg.attention import attention_moments, coordinate_attention
-    from carlreg.losses import Loss, diffusion, lncc, lncc2, mind, registration_loss, ssd
-    from carlreg.models import add_refinement, carl, carl_rot, gradicon, load, pretrained, save, xi
-    from carlreg.optimize import Optimized, instance_optimize, optimize_fields
-    from carlreg.precision import mixed_precision
-    from carlreg.product import Registration, register
-    from carlreg.registration import (
+    from carlreg.fast.precision import mixed_precision
+    from carlreg.geometry.inversion import invert
+    from carlreg.geometry.transforms import Affine, Composition, DisplacementField, Identity, Transform, compose, warp
+    from carlreg.model.algorithms import (
         Augmented,
         ClosedFormXi,
         CoordinateAttention,
@@ -24,20 +21,31 @@ if TYPE_CHECKING:
         RegistrationAlgorithm,
         TwoStep,
     )
-    from carlreg.training import Stage, train
-    from carlreg.transforms import Affine, Composition, DisplacementField, Identity, Transform, compose, invert, warp
+    from carlreg.model.attention import attention_moments, coordinate_attention
+    from carlreg.model.files import load, save
+    from carlreg.model.shipped import pretrained
+    from carlreg.model.zoo import add_refinement, carl, carl_rot, gradicon, xi
+    from carlreg.objective.instance import Optimized, instance_optimize, optimize_fields
+    from carlreg.objective.losses import Loss, diffusion, lncc, lncc2, mind, registration_loss, ssd
+    from carlreg.registration.api import register
+    from carlreg.registration.result import Registration
+    from carlreg.training.loop import Stage, train
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "attention": ["attention_moments", "coordinate_attention"],
-    "losses": ["Loss", "diffusion", "lncc", "lncc2", "mind", "registration_loss", "ssd"],
-    "models": ["add_refinement", "carl", "carl_rot", "gradicon", "load", "pretrained", "save", "xi"],
-    "optimize": ["Optimized", "instance_optimize", "optimize_fields"],
-    "precision": ["mixed_precision"],
-    "product": ["Registration", "register"],
-    "training": ["Stage", "train"],
-    "registration": [
+    "fast.precision": ["mixed_precision"],
+    "geometry.inversion": ["invert"],
+    "geometry.transforms": [
+        "Affine",
+        "Composition",
+        "DisplacementField",
+        "Identity",
+        "Transform",
+        "compose",
+        "warp",
+    ],
+    "model.algorithms": [
         "Augmented",
         "ClosedFormXi",
         "CoordinateAttention",
@@ -46,35 +54,17 @@ _HOME = {
         "RegistrationAlgorithm",
         "TwoStep",
     ],
-    "transforms": [
-        "Affine",
-        "Composition",
-        "DisplacementField",
-        "Identity",
-        "Transform",
-        "compose",
-        "invert",
-        "warp",
-    ],
+    "model.attention": ["attention_moments", "coordinate_attention"],
+    "model.files": ["load", "save"],
+    "model.shipped": ["pretrained"],
+    "model.zoo": ["add_refinement", "carl", "carl_rot", "gradicon", "xi"],
+    "objective.instance": ["Optimized", "instance_optimize", "optimize_fields"],
+    "objective.losses": ["Loss", "diffusion", "lncc", "lncc2", "mind", "registration_loss", "ssd"],
+    "registration.api": ["register"],
+    "registration.result": ["Registration"],
+    "training.loop": ["Stage", "train"],
 }
-_MODULES = {
-    *_HOME,
-    *(
-        "augmentation",
-        "baselines",
-        "datasets",
-        "distributed",
-        "evaluation",
-        "explain",
-        "grids",
-        "images",
-        "inputs",
-        "itk",
-        "look",
-    ),
-    *("metrics", "networks", "points", "report", "runs", "synthesis"),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_ROOM_OF = {name: room for room, names in _HOME.items() for name in names}
 
 __all__ = [
     "Affine",
@@ -121,12 +111,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"carlreg.{name}")
-    if name not in _MODULE_OF:
+    if name not in _ROOM_OF:
         raise AttributeError(f"module 'carlreg' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"carlreg.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(f"carlreg.{_ROOM_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])

@@ -19,13 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from carlreg import images, itk
-from carlreg.images import Image, Matrix, map_points
-from carlreg.metrics import dice, mean_score
-from carlreg.models import write_atomically
-from carlreg.product import Registration, register
-from carlreg.registration import RegistrationAlgorithm
-from carlreg.report import page
+from carlreg.files import images, world_transform
+from carlreg.files.atomic import write_atomically
+from carlreg.files.images import Image, Matrix, map_points
+from carlreg.files.world_transform import PointMap, WorldTransform
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.registration.api import register
+from carlreg.registration.result import Registration
+from carlreg.show.report import page
 from carlreg.synthesis import LABELS, correspondence, patient
 
 WIDTH = 384.0
@@ -50,7 +52,7 @@ class Pair:
     fixed_labels: Image
     moving: Image
     moving_labels: Image
-    truth: itk.PointMap
+    truth: PointMap
 
     def save(self, folder: Path, *, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ class Pair:
 
     def shown(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) of the fixed image have their true counterpart inside the moving image."""
-        index = map_points(itk.invert_matrix(self.moving.affine), self.truth(points))
+        index = map_points(world_transform.invert_matrix(self.moving.affine), self.truth(points))
         return np.asarray(((index >= 0) & (index <= np.array(self.moving.shape) - 1)).all(axis=-1))
 
     def landmarks(self, count: int = 10_000) -> Matrix:
@@ -75,19 +77,19 @@ class Pair:
         step = 4  # the truth is smooth and costs time
         axes = [np.arange(0, n + step, step) for n in self.fixed.shape]
         points = map_points(self.fixed.affine, np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1))
-        true = itk.WorldTransform(
+        true = WorldTransform(
             np.eye(4), (self.truth(points) - points).astype(np.float32), self.fixed.affine @ np.diag([step] * 3 + [1])
         )
         whole = Image(np.ones(self.moving.shape, np.uint8), self.moving.affine)
-        return itk.apply(true, whole, self.fixed, "nearest").data > 0
+        return world_transform.apply(true, whole, self.fixed, "nearest").data > 0
 
-    def score(self, transform: itk.PointMap) -> dict[str, Any]:
+    def score(self, transform: PointMap) -> dict[str, Any]:
         """Dice of each structure and distance from the truth in mm, where the moving image shows what the fixed does.
 
         What lies beyond the moving image's edge has no counterpart there that could be found.
         """
         here = self.fixed_labels.data * self.common
-        there = itk.apply(transform, self.moving_labels, self.fixed, "nearest").data * self.common
+        there = world_transform.apply(transform, self.moving_labels, self.fixed, "nearest").data * self.common
         named = {name: label for name, label in LABELS.items() if (here == label).any()}
         first, second = (torch.from_numpy(labels)[None, None] for labels in (there, here))
         scores = dice(first, second, list(named.values()))

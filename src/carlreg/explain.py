@@ -16,19 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from carlreg.attention import attention_moments, scale_to_length
-from carlreg.grids import Grid, fine_to_coarse, pool, pooled_shape
-from carlreg.images import Image, Matrix, map_points
-from carlreg.inputs import as_image, choose_device, load_model, prepare_pair
-from carlreg.itk import invert_matrix
-from carlreg.metrics import dice, mean_score
-from carlreg.registration import (
-    Augmented,
-    CoordinateAttention,
-    Downsample,
-    RegistrationAlgorithm,
-    TwoStep,
-)
+from carlreg.fast.devices import choose_device
+from carlreg.files.images import Image, Matrix, as_image, map_points
+from carlreg.files.world_transform import invert_matrix
+from carlreg.geometry.grids import Grid, fine_to_coarse, pool, pooled_shape
+from carlreg.model.algorithms import Augmented, CoordinateAttention, Downsample, RegistrationAlgorithm, TwoStep
+from carlreg.model.attention import attention_moments, scale_to_length
+from carlreg.model.loaded import load_model
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.preparation import prepare_pair
 
 
 def find_attention(model: RegistrationAlgorithm) -> tuple[CoordinateAttention, list[Downsample]]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from carlreg.images import Image
-    from carlreg.itk import ItkTransform, WorldTransform
+    from carlreg.files.images import Image
+    from carlreg.files.world_transform import ItkTransform, WorldTransform
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors, show no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; an error shows where it came from.")]
@@ -120,21 +120,22 @@ def is_registration(path: Path) -> bool:
 
 def read_transform(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
     """The map from fixed to moving points of a folder or of files; of a folder also the inverse."""
-    from carlreg import itk
+    from carlreg.files import transform_files
 
     files = [path / (INVERSE if inverse else FORWARD) if path.is_dir() else path for path in paths]
     for path, file in zip(paths, files, strict=True):
         if path.is_dir() and not file.is_file():
             raise ValueError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
-    return itk.read(files if len(files) > 1 else files[0])
+    return transform_files.read(files if len(files) > 1 else files[0])
 
 
 def read_reference(reference: Path | None, paths: list[Path], transform: Any) -> Image:
     """The grid for a result: the one asked for, that of a registration folder, or that of the displacements."""
     import numpy as np
 
-    from carlreg import images
-    from carlreg.itk import WorldTransform
+    from carlreg.files import images
+    from carlreg.files.images import Image
+    from carlreg.files.world_transform import WorldTransform
 
     if reference is not None:
         return images.read(reference)
@@ -142,5 +143,5 @@ def read_reference(reference: Path | None, paths: list[Path], transform: Any) ->
         return images.read(paths[0] / WARPED)
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         shape = transform.displacement.shape[:-1]
-        return images.Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
+        return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
     raise ValueError(f"{paths[0]} does not say on which grid the result should lie; give an image with --reference")

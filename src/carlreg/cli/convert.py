@@ -21,7 +21,7 @@ from carlreg.cli._shared import (
 )
 
 if TYPE_CHECKING:
-    from carlreg.itk import ItkTransform, WorldTransform
+    from carlreg.files.world_transform import ItkTransform, WorldTransform
 
 
 class Part(str, Enum):
@@ -51,7 +51,7 @@ def convert(
     """Write a transform or an image in another format."""
     set_loudness(quiet, verbose)
     check_new(target, overwrite)
-    from carlreg import images, itk
+    from carlreg.files import images, transform_files
 
     with working("converting", quiet):
         if not is_transform(source):
@@ -59,41 +59,43 @@ def convert(
             return
         transform = _part(_read(source, reference), part)
         name = target.name.lower()
-        if name.endswith((*itk.HDF5, *itk.TEXT, ".mat")):
-            itk.write(transform, target, overwrite=overwrite)
+        if name.endswith((*transform_files.HDF5, *transform_files.TEXT, ".mat")):
+            transform_files.write(transform, target, overwrite=overwrite)
             return
         grid = read_reference(reference, [source], transform)
         if name.startswith("disp_"):
             other = grid if moving is None else images.read(moving)
-            itk.write_learn2reg(transform, grid, other, target, overwrite=overwrite)
+            transform_files.write_learn2reg(transform, grid, other, target, overwrite=overwrite)
         else:
-            itk.write_warp(transform, grid, target, overwrite=overwrite)
+            transform_files.write_warp(transform, grid, target, overwrite=overwrite)
 
 
 def is_transform(path: Path) -> bool:
     """Whether a path is a transform, as far as its name and header say, and not an image."""
-    from carlreg import itk
     from carlreg.cli._shared import is_registration
+    from carlreg.files import transform_files
 
-    if is_registration(path) or path.name.lower().endswith((*itk.HDF5, *itk.TEXT, *itk.ALONE)):
+    if is_registration(path) or path.name.lower().endswith(
+        (*transform_files.HDF5, *transform_files.TEXT, *transform_files.ALONE)
+    ):
         return True
-    return path.is_file() and (itk.is_learn2reg(path) or itk.is_warp(path))
+    return path.is_file() and (transform_files.is_learn2reg(path) or transform_files.is_warp(path))
 
 
 def _read(path: Path, reference: Path | None) -> WorldTransform | ItkTransform:
-    from carlreg import images, itk
+    from carlreg.files import images, transform_files
 
-    if not itk.is_learn2reg(path):
+    if not transform_files.is_learn2reg(path):
         return read_transform([path])
     if reference is None:
         raise ValueError(f"{path} holds displacements in voxels; give the fixed image with --reference")
-    return itk.read_learn2reg(path, images.read(reference))
+    return transform_files.read_learn2reg(path, images.read(reference))
 
 
 def _part(transform: WorldTransform | ItkTransform, part: Part) -> WorldTransform | ItkTransform:
     import numpy as np
 
-    from carlreg.itk import WorldTransform
+    from carlreg.files.world_transform import WorldTransform
 
     if part is Part.whole:
         return transform

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from carlreg.evaluation import Evaluation, Method, Scores
+    from carlreg.evaluation.api import Evaluation
+    from carlreg.evaluation.scores import Scores
+    from carlreg.evaluation.sources import Method
 
 
 def evaluate(
@@ -60,7 +62,7 @@ def evaluate(
     With several methods, their differences on the same pairs are told too. What is wrong with a pair is said in one
     line; the others go on, and the exit code is 1.
     """
-    from carlreg import evaluation
+    from carlreg.evaluation import api, sources
 
     listed, names = _pairs(pairs, dataset, data)
     options = {"io_iterations": io_iterations, "device": device}
@@ -73,15 +75,15 @@ def evaluate(
             raise typer.BadParameter(f"the method {name!r} is given twice; expected different names")
         methods[name] = _method(source, options, save and save / name)
     if model is not None:
-        methods[Path(model).stem] = evaluation.by_model(model, save=save, **options)
+        methods[Path(model).stem] = sources.by_model(model, save=save, **options)
     if pairs is not None and pairs.is_dir():
-        methods = {pairs.resolve().name: evaluation.in_folder(pairs), **methods}
+        methods = {pairs.resolve().name: sources.in_folder(pairs), **methods}
     if any(pair.transform for pair in listed) or not methods:
-        methods = {"transform": evaluation.listed, **methods}
+        methods = {"transform": sources.listed, **methods}
     if out is not None and (out / "scores.json").exists() and not overwrite:
         raise FileExistsError(f"{out} already holds scores.json; choose another folder, or --overwrite")
     chosen = (sorted(names) or None) if labels is None else _numbers(labels)
-    found = evaluation.evaluate(listed, methods, labels=chosen, names=names, partial=allow_missing_labels, done=_tell)
+    found = api.evaluate(listed, methods, labels=chosen, names=names, partial=allow_missing_labels, done=_tell)
     _show(found)
     if out is not None:
         found.write(out, overwrite=overwrite)
@@ -92,26 +94,26 @@ def evaluate(
 
 
 def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[list[Any], dict[int, str]]:
-    from carlreg import evaluation
-    from carlreg.datasets.tables import read_pairs
+    from carlreg.evaluation import api, sources
+    from carlreg.files.tables import read_pairs
 
     if (pairs is None) == (dataset is None):
         raise typer.BadParameter("expected either a CSV of pairs or a folder of results, or --dataset with --data")
     if dataset is not None:
         if data is None:
             raise typer.BadParameter("--dataset needs --data, the folder where it is")
-        module = evaluation.adapter(dataset)
+        module = api.adapter(dataset)
         return module.pairs(data), dict(module.LABELS)
     assert pairs is not None
-    return (evaluation.pairs_of(pairs) if pairs.is_dir() else read_pairs(pairs)), {}
+    return (sources.pairs_of(pairs) if pairs.is_dir() else read_pairs(pairs)), {}
 
 
 def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
-    from carlreg import evaluation
-    from carlreg.baselines import BASELINES, cached, icon
-    from carlreg.datasets.tables import read_pairs
-    from carlreg.inputs import AUTO
-    from carlreg.models import SHORT, available
+    from carlreg.evaluation import sources
+    from carlreg.evaluation.baselines import BASELINES, cached, icon
+    from carlreg.files.tables import read_pairs
+    from carlreg.model.loaded import AUTO
+    from carlreg.model.shipped import SHORT, available
 
     path = Path(source)
     if source in BASELINES:
@@ -119,11 +121,11 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     if path.suffix.lower() in (".trch", ".pth", ".pt") and path.is_file():
         return icon(path, **options)
     if path.is_dir():
-        return evaluation.in_folder(path)
+        return sources.in_folder(path)
     if path.suffix.lower() == ".csv":
-        return evaluation.from_list(read_pairs(path))
+        return sources.from_list(read_pairs(path))
     if source in (AUTO, *SHORT, *available()) or path.is_file():
-        return evaluation.by_model(source, save=save, **options)
+        return sources.by_model(source, save=save, **options)
     raise ValueError(
         f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}, {AUTO}) nor a "
         f"baseline ({', '.join(BASELINES)}); expected one of these"
@@ -138,7 +140,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _tell(scores: Scores) -> None:
-    from carlreg.evaluation import FIGURES
+    from carlreg.evaluation.scores import FIGURES
 
     for text in scores.failures:
         print(f"carl: {scores.pair} by {scores.method}: {text}", file=sys.stderr)
@@ -151,7 +153,7 @@ def _show(found: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from carlreg.evaluation import FIGURES
+    from carlreg.evaluation.scores import FIGURES
 
     means = {method: found.means(method) for method in found.methods}
     known = [key for key in FIGURES if any(row[key] == row[key] for row in means.values())]

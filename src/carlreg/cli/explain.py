@@ -35,17 +35,17 @@ def explain(
     """
     import json
 
-    from carlreg import explain as inside
-    from carlreg import images
+    from carlreg import explain
     from carlreg.cli.evaluate import _numbers
-    from carlreg.images import map_points
-    from carlreg.models import write_atomically
+    from carlreg.files import images
+    from carlreg.files.atomic import write_atomically
+    from carlreg.files.images import map_points
 
     if (fixed_seg is None) != (moving_seg is None):
         raise typer.BadParameter("a probe needs the labels of both images: --fixed-seg and --moving-seg")
     if (out / "report.json").exists() and not overwrite:
         raise FileExistsError(f"{out} already holds report.json; choose another folder, or --overwrite")
-    seen = inside.explain(fixed=fixed, moving=moving, model=model, device=device)
+    seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
     voxel = seen.voxel_at(middle if point is None else _point(point, seen.fixed.dim))
     mask, certainty = seen.mask(voxel), seen.certainty()
@@ -61,14 +61,14 @@ def explain(
         "random_voxels_spread_mm": {"mean": sum(spreads) / len(spreads), "largest": max(spreads)},
     }
     pictures = {
-        "point.png": inside.draw_point(seen, voxel),
-        "masks.png": inside.draw_masks(seen, drawn),
-        "certainty.png": inside.draw_certainty(seen, certainty),
+        "point.png": explain.draw_point(seen, voxel),
+        "masks.png": explain.draw_masks(seen, drawn),
+        "certainty.png": explain.draw_certainty(seen, certainty),
     }
     if fixed_seg is not None and moving_seg is not None:
         maps = images.read_labels(moving_seg), images.read_labels(fixed_seg)
-        trained, heat, scores = inside.probe(seen, *maps, None if labels is None else _numbers(labels))
-        pictures["probe.png"] = inside.draw_probe(seen, trained, heat, scores, {})
+        trained, heat, scores = explain.probe(seen, *maps, None if labels is None else _numbers(labels))
+        pictures["probe.png"] = explain.draw_probe(seen, trained, heat, scores, {})
         report["probe_dice"] = {str(label): score for label, score in scores.items()}
     out.mkdir(parents=True, exist_ok=True)
     images.write(mask, out / "mask.nii.gz", overwrite=overwrite)

@@ -49,14 +49,16 @@ def as_text(facts: dict[str, Any], indent: str = "") -> str:
 
 
 def _image(path: Path) -> dict[str, Any]:
-    from carlreg import images
+    from carlreg import preparation
+    from carlreg.files import images, orientation
+    from carlreg.files.images import ImageError
 
     image = images.read(path)
     facts: dict[str, Any] = {
         "kind": f"{image.dim}-D image",
         "voxels": list(image.shape),
         "spacing_mm": [round(s, 6) for s in image.spacing],
-        "orientation": images.orientation(image),
+        "orientation": orientation.orientation(image),
         "first_voxel_LPS_mm": " ".join(f"{x:g}" for x in image.affine[:-1, -1].round(4)),
         "type": str(image.data.dtype),
         "lowest": image.data.min().item(),
@@ -64,8 +66,8 @@ def _image(path: Path) -> dict[str, Any]:
         "looks_like_labels": images.looks_like_labels(image),
     }
     try:
-        facts["for_the_network"] = images.preprocess(images.to_closest_ras(image))[1].words
-    except images.ImageError as error:
+        facts["for_the_network"] = preparation.preprocess(orientation.to_closest_ras(image))[1].words
+    except ImageError as error:
         facts["for_the_network"] = f"cannot be registered: {error}"
     return facts
 
@@ -73,15 +75,16 @@ def _image(path: Path) -> dict[str, Any]:
 def _transform(path: Path) -> dict[str, Any]:
     import numpy as np
 
-    from carlreg import itk
+    from carlreg.files import transform_files
+    from carlreg.files.world_transform import ItkTransform
 
-    if itk.is_learn2reg(path):
+    if transform_files.is_learn2reg(path):
         return {
             "kind": "Learn2Reg's displacements, in voxels: `carl convert` with --reference makes a transform of them"
         }
-    transform = itk.read(path)
+    transform = transform_files.read(path)
     facts: dict[str, Any] = {"kind": f"{transform.dim}-D transform from fixed to moving world points, LPS mm"}
-    if isinstance(transform, itk.ItkTransform):
+    if isinstance(transform, ItkTransform):
         return facts | {"type": str(transform.to_sitk().GetName())}
     facts |= {"type": "affine" if transform.is_linear else "affine after displacements"}
     facts["affine"] = transform.affine.round(6).tolist()
@@ -98,8 +101,8 @@ def _transform(path: Path) -> dict[str, Any]:
 
 def model_facts(path: Path) -> dict[str, Any]:
     """What a model file says of itself, its size and its checksum."""
-    from carlreg.inputs import sha256
-    from carlreg.models import read_metadata
+    from carlreg.files.checksums import sha256
+    from carlreg.model.files import read_metadata
 
     about = read_metadata(path)
     hidden = ("architecture", "format")

@@ -37,14 +37,14 @@ def jacobian(
     """
     set_loudness(quiet, verbose)
     check_new(out, overwrite, IMAGES)
-    from carlreg import images, itk
+    from carlreg.files import images, world_transform
 
     with working("determinants", quiet):
         found = read_transform(transform)
         grid = read_reference(reference, transform, found)
         if grid.dim != found.dim:
             raise ValueError(f"the transform is {found.dim}-D but the reference {grid.dim}-D; expected the same")
-        result = itk.jacobian_determinant(found, grid)
+        result = world_transform.jacobian_determinant(found, grid)
         images.write(result, out, overwrite=overwrite)
     values = result.data
     typer.echo(

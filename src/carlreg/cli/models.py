@@ -16,8 +16,9 @@ Name = Annotated[str, typer.Argument(help="A model of the package, or a model fi
 @models.command("list")
 def list_models() -> None:
     """Name the models of this package with their terms, the first line being the default, the last `auto`."""
-    from carlreg.inputs import AUTO
-    from carlreg.models import DEFAULT, WEIGHTS, available, read_metadata
+    from carlreg.model.files import read_metadata
+    from carlreg.model.loaded import AUTO
+    from carlreg.model.shipped import DEFAULT, WEIGHTS, available
 
     for name in sorted(available(), key=lambda name: (name != DEFAULT, name)):
         typer.echo(f"{name}\t{read_metadata(WEIGHTS / f'{name}.safetensors').get('licence', 'no licence given')}")
@@ -28,7 +29,7 @@ def list_models() -> None:
 def show(name: Name = "default") -> None:
     """Say what a model's file says of it: its training, grid, licence, size and checksum."""
     from carlreg.cli.info import as_text, model_facts
-    from carlreg.inputs import find_model
+    from carlreg.model.loaded import find_model
 
     typer.echo(as_text(model_facts(find_model(name))))
 
@@ -36,8 +37,10 @@ def show(name: Name = "default") -> None:
 @models.command()
 def verify(name: Name = "default") -> None:
     """Check that a model's file is whole and, for one of the package, that it is the one that was shipped."""
-    from carlreg.inputs import find_model, sha256
-    from carlreg.models import WEIGHTS, load
+    from carlreg.files.checksums import sha256
+    from carlreg.model.files import load
+    from carlreg.model.loaded import find_model
+    from carlreg.model.shipped import WEIGHTS
 
     path = find_model(name)
     found = sha256(path)
@@ -58,7 +61,7 @@ def verify(name: Name = "default") -> None:
 @models.command()
 def licence() -> None:
     """Print the terms of the models of this package."""
-    from carlreg.models import WEIGHTS
+    from carlreg.model.shipped import WEIGHTS
 
     typer.echo((WEIGHTS / "LICENSE").read_text(encoding="utf-8").rstrip())
 
@@ -84,7 +87,8 @@ def import_model(
 
     import torch
 
-    from carlreg.models import from_icon, save
+    from carlreg.model.files import save
+    from carlreg.model.icon import from_icon
 
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)

@@ -239,9 +239,10 @@ def _one(
     html: bool,
 ) -> dict[str, float]:
     """Register and save a pair; its metrics."""
-    from carlreg import images, itk, report
-    from carlreg.product import check_folder
-    from carlreg.product import register as register_pair
+    from carlreg.files import images, transform_files
+    from carlreg.registration.api import register as register_pair
+    from carlreg.registration.result import check_folder
+    from carlreg.show import report
 
     if out is not None:
         check_folder(out, overwrite=overwrite, also=(PAGE,) if html else ())
@@ -258,7 +259,7 @@ def _one(
         if out is not None:
             result.save(out, overwrite=overwrite, extra={PAGE: report.page(result)} if html else None)
         if transform_out is not None:
-            itk.write(result.transform, transform_out, overwrite=overwrite)
+            transform_files.write(result.transform, transform_out, overwrite=overwrite)
         if warped_out is not None:
             images.write(result.warped, warped_out, overwrite=overwrite)
     seconds = result.settings["seconds"]["total"]
@@ -270,8 +271,8 @@ def _one(
 
 def _steps(asked: int | None, over: str, device: str) -> int:
     """How many there will be, for a bar."""
-    from carlreg.inputs import choose_device
-    from carlreg.optimize import FIELD_STEPS, WEIGHT_STEPS, steps_in_all
+    from carlreg.fast.devices import choose_device
+    from carlreg.objective.instance import FIELD_STEPS, WEIGHT_STEPS, steps_in_all
 
     if over == "weights" or (over == "auto" and choose_device(device).type == "cuda"):
         return WEIGHT_STEPS if asked is None else asked
@@ -297,8 +298,8 @@ def _summary(metrics: dict[str, float]) -> str:
 def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool, html: bool) -> int:
     """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
     rows = list(_read_pairs(table))  # all of them, before anything heavy begins
-    from carlreg.inputs import load_model
-    from carlreg.models import write_atomically
+    from carlreg.files.atomic import write_atomically
+    from carlreg.model.loaded import load_model
 
     loaded = load_model(model, options["device"])
     out.mkdir(parents=True, exist_ok=True)
@@ -363,7 +364,7 @@ def _stem(path: Path) -> str:
 
 def _is_done(folder: Path, pair: Pair) -> bool:
     """Whether the folder holds this pair's registration; a registration of other files is an error."""
-    from carlreg.inputs import sha256
+    from carlreg.files.checksums import sha256
 
     if not (folder / REPORT).is_file():
         return False

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from carlreg.runs import Watch
-    from carlreg.training import Progress
+    from carlreg.training.loop import Progress
+    from carlreg.training.run import Watch
 
 INTERRUPTED = 130
 NETWORK, SCHEDULE, VARIATION = "The network", "The schedule", "Variation of the images"
@@ -148,7 +148,7 @@ def train(
     The run's folder gets best.safetensors, the model for `carl register --model`, and all that is needed to go on if
     the run is broken off: give the same command again.
     """
-    from carlreg.runs import Settings, run
+    from carlreg.training.run import Settings, run
 
     try:
         settings = Settings(
@@ -238,7 +238,7 @@ class _Display:
             self.terminal = None
 
     def watch(self) -> Watch:
-        from carlreg.runs import Watch
+        from carlreg.training.run import Watch
 
         return Watch(self.say, self.prepare, self.begin, self.progress, self.say)
 

@@ -23,7 +23,7 @@ def view(
     images if you like. The address works on this machine alone, until Ctrl-C.
     """
     set_loudness(quiet, verbose)
-    from carlreg import viewer
+    from carlreg.show import viewer
 
     with viewer.serve(folder, port=port) as server:
         for note in server.scene.notes:

@@ -48,7 +48,7 @@ def warp(
     """Bring an image or a label map from the moving to the fixed image's grid, in its own type."""
     set_loudness(quiet, verbose)
     check_new(out, overwrite, IMAGES)
-    from carlreg import images, itk
+    from carlreg.files import images, world_transform
 
     with working("reading", quiet) as progress:
         source = images.read_labels(image) if labels else images.read(image)
@@ -65,5 +65,5 @@ def warp(
         if not nearest and images.looks_like_labels(source):
             say(f"{image} looks like a label map; if it is one, say --labels", quiet)
         progress.say("warping")
-        warped = itk.apply(found, source, grid, "nearest" if nearest else "linear", outside)
+        warped = world_transform.apply(found, source, grid, "nearest" if nearest else "linear", outside)
         images.write(warped, out, overwrite=overwrite)

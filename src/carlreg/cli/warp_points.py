@@ -49,8 +49,9 @@ def warp_points(
     check_new(out, overwrite)
     import numpy as np
 
-    from carlreg import itk
-    from carlreg.points import read_points, write_points
+    from carlreg.files import world_transform
+    from carlreg.files.landmarks import read_points, write_points
+    from carlreg.files.world_transform import WorldTransform
 
     given = read_points(points, space=space.value)
     backwards = side is Side.moving
@@ -60,8 +61,8 @@ def warp_points(
         raise ValueError(f"{points} holds {dim}-D points but the transform is {found.dim}-D; expected the same")
     if not backwards:
         moved = found(given.positions)
-    elif isinstance(found, itk.WorldTransform):
-        moved, missed = itk.invert_points(found, given.positions)
+    elif isinstance(found, WorldTransform):
+        moved, missed = world_transform.invert_points(found, given.positions)
         doubtful = int((~(missed < 0.1)).sum())
         if doubtful:
             say(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carlreg.grids import Grid, interpolate
+from carlreg.geometry.grids import Grid, interpolate
+from carlreg.geometry.transforms import Affine
 from carlreg.synthesis.waves import Waves
-from carlreg.transforms import Affine
 
 REGIONS, BALLS = 6, 10
 TUBES = (5, 9)

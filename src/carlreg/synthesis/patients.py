@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from carlreg.grids import Grid, along_axes
+from carlreg.geometry.grids import Grid, along_axes
 from carlreg.synthesis.shapes import BLOCK, Canvas
 from carlreg.synthesis.torso import AIR, PHASES, Phase, draw
 from carlreg.synthesis.waves import Waves

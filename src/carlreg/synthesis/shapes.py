@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carlreg.grids import interpolate
+from carlreg.geometry.grids import interpolate
 
 Distance = Callable[[Tensor], Tensor]
 """Points (3, ...) to how far outside they are, (...): negative inside, in mm, and right near the surface."""

@@ -1,0 +1,1 @@
+"""`carl evaluate`: how good results are, ours and other methods'."""

@@ -1,0 +1,1 @@
+"""Points and maps in unit coordinates. Needs torch alone."""

@@ -1,0 +1,61 @@
+"""Images and label maps on another grid over the same box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from carlreg.fast.precision import full_precision
+
+# ---- the network's grid ---------------------------------------------------------------------------------------------
+
+
+@full_precision
+def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stretch the unit box to another grid, linearly: (B, C, *sides) → (B, C, *shape), first and last voxel centres
+    staying where they are.
+
+    Where it shrinks by a factor s, values are averaged over √(s² − 1) voxels first: with the voxel itself as wide
+    as 1, that gives the spread of a voxel s wide. The window narrows towards the border, to stay centred.
+    """
+    for axis, (old, new) in enumerate(zip(data.shape[2:], _new_sides(data, shape), strict=True), start=2):
+        if old != new:
+            matrix = averaging(old, _positions(old, new), (old - 1) / (new - 1)).to(data)
+            data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
+    return data.contiguous()
+
+
+def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stretch the unit box to another grid, taking the nearest voxel: (B, C, *sides) → (B, C, *shape), any type."""
+    for axis, (old, new) in enumerate(zip(labels.shape[2:], _new_sides(labels, shape), strict=True), start=2):
+        nearest = (_positions(old, new) + 0.5).floor().long()
+        labels = labels.index_select(axis, nearest.to(labels.device))
+    return labels
+
+
+def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    sides = tuple(data.shape[2:])
+    if len(shape) != len(sides):
+        raise ValueError(f"shape is {tuple(shape)} but the image has {len(sides)} spatial axes {sides}")
+    if any(new < 2 and new != old for old, new in zip(sides, shape, strict=True)):
+        raise ValueError(f"shape is {tuple(shape)}; expected sides of at least 2, whose ends are 0 and 1")
+    return tuple(shape)
+
+
+def _positions(old: int, new: int) -> Tensor:
+    """Where the voxels of the new axis lie, as fractional indices of the old one."""
+    return torch.arange(new, dtype=torch.float64) * (old - 1) / max(new - 1, 1)
+
+
+def averaging(old: int, centre: Tensor, step: float) -> Tensor:
+    """(old, new): the weights of the old voxels in new ones, which lie `step` apart at these fractional indices."""
+    width = torch.full_like(centre, math.sqrt(max(step**2 - 1, 0)))
+    width = torch.minimum(width, 2 * torch.minimum(centre, old - 1 - centre)).clamp(min=0)
+    samples = 2 * math.ceil(step) if step > 1 else 1
+    offsets = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples - 0.5
+    position = centre[:, None] + width[:, None] * offsets  # (new, samples)
+    index = torch.arange(old, dtype=torch.float64)[:, None, None]
+    return (1 - (position - index).abs()).clamp(min=0).mean(dim=-1)

@@ -1,0 +1,1 @@
+"""The paper: registration algorithms, the networks inside them, and their files."""

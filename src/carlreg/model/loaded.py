@@ -1,0 +1,102 @@
+"""A model in memory, together with the settings stored in its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carlreg.fast.devices import choose_device
+from carlreg.files.checksums import sha256
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import load, read_metadata
+from carlreg.model.shipped import DEFAULT, SHORT, WEIGHTS, available
+
+CT_RANGE = (-1000.0, 1000.0)
+"""Air and dense bone, in Hounsfield units."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model in memory with what its file says, for many pairs: `register(model=load_model("default"), ...)`."""
+
+    network: RegistrationAlgorithm
+    grid: tuple[int, ...] | None
+    """The grid it was trained on, if its file says so; each image is cut to what it shows if that is little, and
+    stretched to it, unless there is a `voxel`."""
+    facts: dict[str, Any]
+    """Name, checksum and licence, for the report."""
+    ct_range: tuple[float, float] = CT_RANGE
+    """Hounsfield units that become 0 and 1."""
+    voxel: float | None = None
+    """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
+    looks: bool = False
+    """Whether to look first if the images are turned against each other."""
+    whole: bool = False
+    """Whether empty margins stay, however wide they are: networks of the paper's authors were trained with them."""
+
+
+AUTO = "auto"
+"""carl-base, after such a look."""
+
+
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """The file of a model of the package, by name, or a model file itself."""
+    if model == AUTO:
+        raise ValueError(f"{AUTO!r} is {DEFAULT} after a look at the scans, and no model by itself; expected {DEFAULT}")
+    stem = SHORT.get(os.fspath(model), os.fspath(model))
+    path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
+    if not path.is_file():
+        raise ValueError(
+            f"no model {os.fspath(model)!r}; expected the path of a model file, or one of {', '.join(available())}"
+        )
+    return path
+
+
+def load_model(
+    model: str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel, device: str | torch.device = "auto"
+) -> LoadedModel:
+    """A model by name or file, or one that is in memory already, on its device and in evaluation mode."""
+    place = choose_device(device)
+    if isinstance(model, LoadedModel):
+        return replace(model, network=model.network.to(place).eval())
+    if isinstance(model, RegistrationAlgorithm):
+        return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
+    if model == AUTO:
+        return replace(load_model(DEFAULT, place), looks=True)
+    path = find_model(model)
+    about = read_metadata(path)
+    grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
+    facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
+    voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
+    whole = about.get("view") == "whole"
+    return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel, whole=whole)
+
+
+def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
+    """The millimetres of the cubic voxels that a model wants, by what its file says; None where it stretches images."""
+    found = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
+    if found and (len(found) != 1 or not 0 < found[0] < np.inf or "grid" not in about):
+        raise ValueError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
+    return found[0] if found else None
+
+
+def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:
+    """The Hounsfield units that a model was trained with, by what its file says."""
+    found = _numbers(about, "ct_range", path, "two Hounsfield units such as '-1000 1000'") or CT_RANGE
+    if len(found) != 2 or not found[0] < found[1]:
+        raise ValueError(f"{path} says its ct_range is {about['ct_range']!r}; expected a lower and a higher number")
+    return found[0], found[1]
+
+
+def _numbers(about: Mapping[str, str], name: str, path: Path, expected: str) -> tuple[float, ...]:
+    """What a model's file says under a name; nothing if it says nothing."""
+    try:
+        return tuple(float(word) for word in about.get(name, "").split())
+    except ValueError as error:
+        raise ValueError(f"{path} says its {name} is {about[name]!r}; expected {expected}") from error

@@ -1,0 +1,77 @@
+"""The U-Net that predicts displacements, Ψ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from carlreg import fast
+from carlreg.fast.convolution import conv_in_groups, is_small, up_conv
+from carlreg.fast.precision import network_input
+from carlreg.geometry.grids import enlarge, pool
+from carlreg.model.layers import Network, batch_norm, check_dimension, conv, fit_channels, normalize, transposed_conv
+
+
+class UNet(Network):
+    """The refinement network: two images in, D numbers per voxel out.
+
+    Strided convolutions down, transposed ones up, each beside a shortcut that pools or enlarges its input. The last
+    convolution starts at zero, so that a new step changes nothing until it is trained.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        channels: int = 1,
+        down: Sequence[int] = (16, 32, 64, 256, 512),
+        up: Sequence[int] = (256, 128, 64, 32, 16),
+    ) -> None:
+        super().__init__()
+        if len(down) != len(up):
+            raise ValueError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
+        self.dim, self.channels, self.down, self.up = check_dimension(dim), channels, tuple(down), tuple(up)
+        inputs = (2 * channels, *down)
+        self.down_convs = nn.ModuleList(
+            conv(dim)(wide, narrow, 3, stride=2, padding=1) for wide, narrow in itertools.pairwise(inputs)
+        )
+        # Going up, each level sees the level below beside the skip of the same size.
+        skips = inputs[-2::-1]
+        widths = (down[-1], *(width + skip for width, skip in zip(up, skips, strict=True)))
+        self.up_convs = nn.ModuleList(
+            transposed_conv(dim)(wide, narrow, 4, stride=2, padding=1)
+            for wide, narrow in zip(widths[:-1], up, strict=True)
+        )
+        self.norms = nn.ModuleList(batch_norm(dim)(width) for width in up)
+        self.last = conv(dim)(widths[-1], dim, 3, padding=1)
+        nn.init.zeros_(self.last.weight)
+        if self.last.bias is not None:
+            nn.init.zeros_(self.last.bias)
+
+    def forward(self, moving: Tensor, fixed: Tensor) -> Tensor:  # two (B, C, *shape) → (B, D, *shape)
+        features = network_input(torch.cat([moving, fixed], dim=1))
+        skips = []
+        for layer in self.down_convs:
+            skips.append(features)
+            change = layer(F.leaky_relu(features))
+            features = change + fit_channels(pool(features), change.shape[1])
+        for layer, norm in zip(self.up_convs, self.norms, strict=True):
+            skip = skips.pop()
+            inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
+            features = torch.cat([normalize(norm, up_step(features, layer))[inside], skip], dim=1)
+        # cuDNN is slow where channels are few.
+        return (conv_in_groups(features, self.last) if features.is_cuda else self.last(features)) / 10
+
+
+def up_step(features: Tensor, layer: Any) -> Tensor:
+    """To twice as many voxels per axis: a transposed convolution beside a shortcut."""
+    change, outputs = F.leaky_relu(features), layer.out_channels
+    if features.dim() == 5 and not is_small(features) and outputs <= features.shape[1] and fast.take(features):
+        from carlreg.fast import upsampling
+
+        return upsampling.up_step(change, features, layer.weight, layer.bias)
+    return up_conv(change, layer) + enlarge(fit_channels(features, outputs))

@@ -1,0 +1,1 @@
+"""Losses, metrics, and the optimisation of one pair."""

@@ -1,0 +1,353 @@
+"""Similarity and regularity, as plain functions on tensors, and the paper's training loss made of them.
+
+Similarities compare two images (B, C, *shape) on the same grid and are 0, or smallest, for equal ones. `mask`
+(B, 1, *shape) restricts the average to its nonzero voxels, item by item.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg import fast
+from carlreg.geometry.checks import check_image, check_same_shape
+from carlreg.geometry.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
+from carlreg.geometry.jacobian import determinant_per_voxel
+from carlreg.geometry.transforms import Composition, DisplacementField, Transform
+
+Regularity = Literal["gradicon", "diffusion", "nearness"]
+
+
+class Similarity(Protocol):
+    """What any similarity of two images on one grid looks like; pass your own wherever a name is taken."""
+
+    def __call__(self, warped: Tensor, fixed: Tensor, /, *, mask: Tensor | None = None) -> Tensor: ...
+
+
+# ---- similarity -----------------------------------------------------------------------------------------------------
+
+
+def lncc(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | None = None) -> Tensor:
+    """1 − local normalised cross-correlation, over Gaussian windows of `sigma` voxels. From 0 (equal) to 2."""
+    return 1 - _masked_mean(local_correlation(warped, fixed, sigma), mask)
+
+
+def lncc2(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | None = None) -> Tensor:
+    """1 − squared local correlation: blind to whether contrast is inverted."""
+    return 1 - _masked_mean(local_correlation(warped, fixed, sigma) ** 2, mask)
+
+
+def ssd(warped: Tensor, fixed: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Mean squared difference."""
+    _check_images(warped, fixed)
+    return _masked_mean((warped - fixed) ** 2, mask)
+
+
+def mind(warped: Tensor, fixed: Tensor, *, radius: int = 2, dilation: int = 2, mask: Tensor | None = None) -> Tensor:
+    """Mean squared difference of MIND-SSC descriptors (Heinrich et al., MICCAI 2013), for different modalities."""
+    _check_images(warped, fixed)
+    return _masked_mean((mind_ssc(warped, radius, dilation) - mind_ssc(fixed, radius, dilation)) ** 2, mask)
+
+
+SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": mind, "ssd": ssd}
+
+
+def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
+    """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
+    _check_images(first, second)
+    if first.dtype == second.dtype == torch.float32 and fast.run_on(first):
+        from carlreg.fast import correlation
+
+        return correlation.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
+    # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
+    # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
+    inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)
+    missing = 1 - inside
+    centre1, centre2 = (
+        image.detach().flatten(2).mean(dim=2).reshape(*image.shape[:2], *(1,) * (image.dim() - 2))
+        for image in (first, second)
+    )
+    first, second = first - centre1, second - centre2
+    moments = torch.cat([first, second, first * first, second * second, first * second], dim=1)
+    mean1, mean2, square1, square2, product = gaussian_blur(moments, sigma).chunk(5, dim=1)
+
+    def covariance(product: Tensor, mean1: Tensor, mean2: Tensor, centre1: Tensor, centre2: Tensor) -> Tensor:
+        return product - mean1 * mean2 + missing * (centre1 * mean2 + centre2 * mean1 + centre1 * centre2 * inside)
+
+    variance1 = covariance(square1, mean1, mean1, centre1, centre1).clamp(min=0) + epsilon
+    variance2 = covariance(square2, mean2, mean2, centre2, centre2).clamp(min=0) + epsilon
+    return covariance(product, mean1, mean2, centre1, centre2) / (variance1 * variance2).sqrt()
+
+
+def gaussian_blur(image: Tensor, sigma: float) -> Tensor:
+    """Convolve each axis with a Gaussian cut off at 2σ and normalised; zeros outside the image."""
+    return along_axes(image, _blur_rows, sigma)
+
+
+def _blur_rows(rows: Tensor, sigma: float) -> Tensor:
+    radius = int(2 * sigma)
+    offset = torch.arange(-radius, radius + 1, dtype=rows.dtype, device=rows.device)
+    taps = torch.exp(-0.5 * (offset / sigma) ** 2)
+    return F.conv1d(rows.movedim(1, 0), (taps / taps.sum())[None, None], padding=radius).movedim(0, 1)
+
+
+def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
+    """Self-similarities between each voxel's neighbours, as exp(−patch distance / local variance).
+
+    Pairs of neighbours at right angles are compared: 12 channels in 3-D, 4 in 2-D, for each channel of the image.
+    """
+    check_image(image)
+    dim = image.dim() - 2
+    if dim == 1:
+        raise ValueError("mind compares neighbours at right angles; a 1-D image has none: use lncc, lncc2 or ssd")
+    batch, channels, *shape = image.shape
+    padded = _pad_border(image.reshape(batch * channels, 1, *shape), dilation)
+
+    def neighbour(axis: int, sign: int) -> Tensor:
+        start = [dilation * (1 + sign * (axis == a)) for a in range(dim)]
+        window = (slice(None), slice(None), *(slice(s, s + n) for s, n in zip(start, shape, strict=True)))
+        return padded[window]
+
+    neighbours = {(axis, sign): neighbour(axis, sign) for axis in range(dim) for sign in (-1, 1)}
+    pairs = [(a, b) for a, b in itertools.combinations(neighbours, 2) if a[0] != b[0]]
+    distance = torch.cat([(neighbours[a] - neighbours[b]) ** 2 for a, b in pairs], dim=1)
+    average = (F.avg_pool2d, F.avg_pool3d)[dim - 2]
+    distance = average(_pad_border(distance, radius), 2 * radius + 1, stride=1)
+    distance = distance - distance.amin(dim=1, keepdim=True)
+    variance = distance.mean(dim=1, keepdim=True)
+    # Flat and wild regions are held within a thousandfold of the image's own average.
+    average_variance = variance.detach().reshape(batch, -1).mean(dim=1).repeat_interleave(channels)
+    average_variance = average_variance.reshape(-1, *(1,) * (dim + 1)).clamp(min=torch.finfo(image.dtype).eps)
+    variance = torch.maximum(torch.minimum(variance, 1000 * average_variance), 0.001 * average_variance)
+    return torch.exp(-distance / variance).reshape(batch, -1, *shape)
+
+
+def _pad_border(image: Tensor, voxels: int) -> Tensor:
+    return F.pad(image, (voxels, voxels) * (image.dim() - 2), mode="replicate")
+
+
+def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return values.mean()
+    if mask.shape[0] not in (1, values.shape[0]) or mask.shape[1] != 1 or mask.shape[2:] != values.shape[2:]:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for images of shape {tuple(values.shape)}; "
+            f"expected {(values.shape[0], 1, *values.shape[2:])}"
+        )
+    inside = (mask != 0).expand_as(values)
+    count = inside.flatten(1).sum(dim=1)
+    if not bool((count > 0).all()):
+        raise ValueError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
+    return (values.where(inside, 0).flatten(1).sum(dim=1) / count).mean()
+
+
+def _check_images(first: Tensor, second: Tensor) -> None:
+    check_image(first, "first image")
+    check_image(second, "second image")
+    check_same_shape(first, second, ("first image", "second image"))
+
+
+# ---- regularity -----------------------------------------------------------------------------------------------------
+
+
+def diffusion(displacement: Tensor) -> Tensor:
+    """‖∇φ − I‖² of a dense displacement (B, D, *shape) in unit coordinates, from one-voxel differences.
+
+    Summed over directions, averaged over components and voxels: the squared Frobenius norm divided by D, to which
+    the paper's λ belongs.
+    """
+    _check_displacement(displacement)
+    total = displacement.new_zeros(())
+    for axis in range(2, displacement.dim()):
+        side = displacement.shape[axis]
+        if side > 1:
+            total = total + ((side - 1) * displacement.diff(dim=axis)).square().mean()
+    return total
+
+
+def nearness(displacement: Tensor) -> Tensor:
+    """|φ(x) − x|² of a dense displacement (B, D, *shape) in unit coordinates, averaged over the voxels.
+
+    A network that sends all points to one has no slope of `diffusion` to leave that by, except at the image's border:
+    ∇φ is constant. This one has, everywhere.
+    """
+    _check_displacement(displacement)
+    return displacement.square().sum(dim=1).mean()
+
+
+def _check_displacement(displacement: Tensor) -> None:
+    if displacement.dim() < 3 or displacement.shape[1] != displacement.dim() - 2:
+        raise ValueError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
+
+
+def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
+    """How far det ∇φ falls below a small positive `margin`, on average over the voxels of a dense displacement
+    (B, D, *shape) in unit coordinates: 0 where nothing folds, with a slope back where something does. The determinants
+    are those that `metrics.folding` counts."""
+    if min(displacement.shape[2:]) < 3:
+        return displacement.new_zeros(())  # too few voxels to tell
+    points = voxel_points(displacement) + displacement.movedim(1, -1)
+    determinant = determinant_per_voxel(points) / voxel_size(displacement.shape[2:], displacement).prod()
+    return F.relu(margin - determinant).mean()
+
+
+def gradicon(
+    phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, *, delta: float = 1e-3
+) -> Tensor:
+    """‖∇(φ_AB ∘ φ_BA) − I‖² at the points (B, ..., D), by finite differences of step `delta`.
+
+    Normalised as `diffusion` is.
+    """
+
+    return _squared_gradient(phi_ab, phi_ba, points, points.new_full((points.shape[-1],), delta))
+
+
+def _squared_gradient(
+    phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, steps: Tensor
+) -> Tensor:
+    """‖∇(φ_AB ∘ φ_BA) − I‖² / D from the points (B, ..., D) and a point beside each along every axis."""
+
+    def error(x: Tensor) -> Tensor:
+        return phi_ab(phi_ba(x)) - x
+
+    here = error(points)
+    total = points.new_zeros(())
+    for axis, direction in enumerate(torch.diag(steps)):
+        total = total + ((error(points + direction) - here) / steps[axis]).square().mean()
+    return total
+
+
+def gradicon_on_grid(
+    phi_ab: Callable[[Tensor], Tensor],
+    phi_ba: Callable[[Tensor], Tensor],
+    image: Tensor,
+    *,
+    stride: int = 2,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The same at every second voxel (`stride`) of the image's grid, moved as a whole by up to as many voxels at
+    random, and with differences of one voxel."""
+    dim = image.dim() - 2
+    size = voxel_size(image.shape[2:], image)
+    every = (slice(None), *(slice(None, None, stride) for _ in range(dim)))
+    shift = stride * torch.rand(dim, generator=generator, dtype=image.dtype, device=_device(generator, image))
+    points = voxel_points(image)[every] + size * (shift.to(image.device) - 0.5)
+    return _squared_gradient(phi_ab, phi_ba, points, size)
+
+
+def jittered_points(image: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """The image's voxels, each moved by one voxel's Gaussian noise: (B, *shape, D)."""
+    points = voxel_points(image).expand(image.shape[0], *(-1,) * (image.dim() - 1))
+    noise = torch.randn(points.shape, dtype=image.dtype, device=_device(generator, image), generator=generator)
+    return points + voxel_size(image.shape[2:], image) * noise.to(image.device)
+
+
+def _device(generator: torch.Generator | None, image: Tensor) -> torch.device:
+    return image.device if generator is None else generator.device
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A training loss and what it is made of."""
+
+    total: Tensor
+    similarity: Tensor
+    """Both directions added up."""
+    regularity: Tensor
+    """Before its weight."""
+    label_loss: Tensor | None = None
+    """1 − Dice, both directions added up, so from 0 to 2, before its weight; where labels were given."""
+
+    def floats(self) -> dict[str, float]:
+        parts = {name: getattr(self, name) for name in ("total", "similarity", "regularity", "label_loss")}
+        return {name: float(part.detach()) for name, part in parts.items() if part is not None}
+
+
+def registration_loss(
+    phi_ab: Transform,
+    phi_ba: Transform,
+    moving: Tensor,
+    fixed: Tensor,
+    *,
+    similarity: str | Similarity = "lncc",
+    regularity: Regularity = "gradicon",
+    weight: float = 1.5,
+    moving_mask: Tensor | None = None,
+    fixed_mask: Tensor | None = None,
+    outside: Outside = "border",
+    exact: bool = False,
+    generator: torch.Generator | None = None,
+    labels: tuple[Tensor, Tensor] | None = None,
+    label_weight: float = 1.0,
+) -> Loss:
+    """sim(M ∘ φ_AB, F) + sim(F ∘ φ_BA, M) + λ · regularity, Eq. (gradicon_loss).
+
+    φ_AB = Φ[M, F] and φ_BA = Φ[F, M], as `both` returns them. "gradicon" penalises ∇(φ_AB ∘ φ_BA) − I over the moving
+    image; "diffusion", for the first steps of training, ∇φ_AB − I; "nearness", likewise and not in the paper, both
+    displacements themselves. Both maps are evaluated once, at the voxels, and GradICON reads them off there,
+    interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel jittered by one voxel's noise and at D
+    points beside it, as the authors do: an order of magnitude slower.
+
+    `labels` are what is known of the moving and of the fixed image, (B, K, *shape) each, from 0 to 1 for each of K
+    structures: `label_loss`, both ways, is added with its weight. The paper does without.
+    """
+    measure = find_similarity(similarity)
+    ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
+    similar = measure(interpolate(moving, ab, outside=outside), fixed, mask=fixed_mask) + measure(
+        interpolate(fixed, ba, outside=outside), moving, mask=moving_mask
+    )
+    dense_ab, dense_ba = as_field(ab, phi_ab, fixed), as_field(ba, phi_ba, moving)
+    if regularity == "diffusion":
+        regular = diffusion(dense_ab.displacement)
+    elif regularity == "nearness":
+        regular = (nearness(dense_ab.displacement) + nearness(dense_ba.displacement)) / 2
+    elif regularity != "gradicon":
+        raise ValueError(f"unknown regularity {regularity!r}; expected 'gradicon', 'diffusion' or 'nearness'")
+    elif exact:
+        regular = gradicon(phi_ab, phi_ba, jittered_points(moving, generator=generator))
+    else:
+        regular = gradicon_on_grid(dense_ab, dense_ba, moving, generator=generator)
+    total = similar + weight * regular
+    if labels is None:
+        return Loss(total, similar, regular)
+    of_moving, of_fixed = labels
+    apart = label_loss(of_moving, of_fixed, ab) + label_loss(of_fixed, of_moving, ba)
+    return Loss(total + label_weight * apart, similar, regular, apart)
+
+
+def label_loss(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
+    """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, φ being given at the voxels of F, (B, *shape, D):
+    for each pair the mean over the structures that both images show, 0 if there are none; then the mean over pairs."""
+    axes = tuple(range(2, moving.dim()))
+    warped = interpolate(moving, points)
+    common, sizes = (warped * fixed).sum(axes), warped.sum(axes) + fixed.sum(axes)
+    shown = (moving.amax(axes) > 0) & (fixed.amax(axes) > 0)
+    apart = 1 - 2 * common / sizes.clamp(min=1e-3)
+    return ((apart * shown).sum(1) / shown.sum(1).clamp(min=1)).mean()
+
+
+def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:
+    """A transform known at the image's voxels, (B, *shape, D), as one field; continued beyond them as its parts are,
+    linear ones like mirrored fields."""
+    parts = transform.transforms if isinstance(transform, Composition) else (transform,)
+    clamped = any(isinstance(part, DisplacementField) and part.extrapolate == "clamp" for part in parts)
+    return DisplacementField((points - voxel_points(image)).movedim(-1, 1), "clamp" if clamped else "mirror")
+
+
+def find_similarity(similarity: str | Similarity) -> Similarity:
+    """A similarity by its name, or the function itself."""
+    if not isinstance(similarity, str):
+        return similarity
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"unknown similarity {similarity!r}; expected one of {sorted(SIMILARITIES)} or a function")
+    return SIMILARITIES[similarity]

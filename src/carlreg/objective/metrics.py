@@ -1,0 +1,122 @@
+"""How good a registration is: overlap, distances, folds, smoothness, consistency.
+
+Label maps are (B, 1, *shape) tensors of whole numbers on one grid. Distances are in the unit of `spacing`, the size of
+a voxel along each axis: millimetres, or voxels if it is left out.
+
+Definitions are those of Learn2Reg's evaluation, except that HD95 counts every surface voxel once, where Learn2Reg
+weights pieces of surface by their area.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg.geometry.checks import check_same_shape
+from carlreg.geometry.grids import voxel_points, voxel_size
+from carlreg.geometry.transforms import Transform
+
+
+def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> dict[int, float]:
+    """2 |A ∩ B| / (|A| + |B|) for each label, by default all but 0 that occur in either: 0 where one map has none of
+    it, NaN where neither has.
+
+    >>> scores = dice(warped_labels, fixed_labels)
+    """
+    check_same_shape(first, second, ("the first label map", "the second"))
+    sizes, common = _count(first) + _count(second), _count(first[first == second])
+    if labels is None:
+        labels = sorted(sizes.keys() - {0})
+    return {label: 2 * common[label] / sizes[label] if sizes[label] else math.nan for label in labels}
+
+
+def _count(labels: Tensor) -> Counter[int]:
+    """How many voxels each label has."""
+    values, counts = labels.unique(return_counts=True)
+    return Counter(dict(zip((int(value) for value in values), counts.tolist(), strict=True)))
+
+
+def mean_score(scores: dict[int, float]) -> float:
+    """The mean over the labels that have a score; NaN if none has."""
+    values = [score for score in scores.values() if not math.isnan(score)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def hd95(first: Tensor, second: Tensor, label: int, *, spacing: Sequence[float] | None = None) -> float:
+    """Distance within which 95 % of each surface lies of the other, the larger of both ways; NaN if either is empty.
+
+    A surface voxel belongs to the structure and has a neighbour along an axis that does not; beyond the image there is
+    none of it.
+    """
+    check_same_shape(first, second, ("the first label map", "the second"))
+    a, b = (_surface(labels == label) for labels in (first, second))
+    if not a.any() or not b.any():
+        return math.nan
+    found = (a | b).nonzero()
+    box = tuple(slice(int(low), int(high) + 1) for low, high in zip(found.amin(0), found.amax(0), strict=True))
+    a, b = a[box], b[box]
+    sides = [1.0] * a.dim() if spacing is None else [float(side) for side in spacing]
+    there, back = (_distance_to(surface, sides)[other].quantile(0.95) for surface, other in ((b, a), (a, b)))
+    return float(torch.maximum(there, back))
+
+
+def target_registration_error(
+    transform: Transform, fixed_points: Tensor, moving_points: Tensor, *, size: Sequence[float] | None = None
+) -> Tensor:
+    """How far each fixed landmark lands from its moving one: two (B, N, D) in unit coordinates → (B, N).
+
+    `size` is the moving image's extent along each axis from the first to the last voxel centre, in millimetres.
+    """
+    check_same_shape(fixed_points, moving_points, ("fixed_points", "moving_points"))
+    difference = transform(fixed_points) - moving_points
+    if size is not None:
+        difference = difference * torch.tensor(list(size)).to(difference)
+    return difference.norm(dim=-1)
+
+
+def inverse_consistency(
+    phi_ab: Transform, phi_ba: Transform, image: Tensor, *, spacing: Sequence[float] | None = None
+) -> Tensor:
+    """How far φ_AB(φ_BA(x)) is from x, at the voxels of the image that φ_BA starts from: (B, *shape)."""
+    points = voxel_points(image)
+    difference = (phi_ab(phi_ba.on_grid_of(image)) - points) / voxel_size(image.shape[2:], image)
+    if spacing is not None:
+        difference = difference * torch.tensor(list(spacing)).to(difference)
+    return difference.norm(dim=-1)
+
+
+def _surface(mask: Tensor) -> Tensor:
+    """The structure's voxels that have a neighbour outside of it, (1, 1, *shape) → (*shape)."""
+    if mask.shape[0] != 1 or mask.shape[1] != 1:
+        raise ValueError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
+    inside = mask[0, 0]
+    dim = inside.dim()
+    padded = F.pad(inside, (1, 1) * dim)
+    covered = inside.clone()
+    for axis, shift in itertools.product(range(dim), (0, 2)):
+        window = tuple(slice(shift, shift + n) if a == axis else slice(1, 1 + n) for a, n in enumerate(inside.shape))
+        covered &= padded[window]
+    return inside & ~covered
+
+
+def _distance_to(mask: Tensor, spacing: Sequence[float]) -> Tensor:
+    """Distance of every voxel of (*shape) to the nearest one of the mask.
+
+    Squared distances are added up one axis after the other, each a minimum over the voxels of a row.
+    """
+    squared = torch.where(mask, 0.0, math.inf).double()
+    for axis, (side, step) in enumerate(zip(mask.shape, spacing, strict=True)):
+        index = torch.arange(side, dtype=torch.float64, device=mask.device) * step
+        apart = (index[:, None] - index).square()  # (side, side)
+        rows = squared.movedim(axis, -1)
+        flat = rows.reshape(-1, side)
+        blocks = flat.split(max(1, 2**22 // side**2))  # 32 MB at a time
+        nearest = torch.cat([(block[:, None, :] + apart).amin(dim=-1) for block in blocks])
+        squared = nearest.reshape(rows.shape).movedim(-1, axis)
+    return squared.sqrt()

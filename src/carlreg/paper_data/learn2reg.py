@@ -1,0 +1,83 @@
+"""Learn2Reg AbdomenCTCT: abdominal CT, affinely aligned and resampled to 192 × 160 × 256, with 13 labelled organs.
+
+Layout, as the challenge hands it out:
+
+    AbdomenCTCT_dataset.json
+    imagesTr/AbdomenCTCT_0001_0000.nii.gz    imagesTs/…
+    labelsTr/AbdomenCTCT_0001_0000.nii.gz
+
+The JSON lists the training images under "training" and the pairs to validate on under "registration_val". The test
+pairs' labels are kept by the challenge: their results are to be handed in as displacements.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from carlreg.files.images import PathLike
+from carlreg.files.tables import Pair, Subject, pair_of, require, stem
+from carlreg.paper_data.abdomen1k import GRID, preprocess
+
+LABELS = dict(
+    enumerate(
+        (
+            *("spleen", "right kidney", "left kidney", "gallbladder", "oesophagus", "liver", "stomach", "aorta"),
+            *("inferior vena cava", "portal and splenic veins", "pancreas", "right adrenal", "left adrenal"),
+        ),
+        start=1,
+    )
+)
+FILE = "AbdomenCTCT_dataset.json"
+KEYS = {"val": "registration_val", "test": "registration_test"}
+LAYOUT = f"{FILE}, imagesTr/ and labelsTr/"
+
+
+def check(root: PathLike) -> None:
+    """Refuse a folder without its JSON, or without an image or a label map of the validation pairs."""
+    found = [_subject(Path(root), name) for row in _listed(root, KEYS["val"]) for name in row.values()]
+    require([path for one in found for path in (one.image, one.labels) if path], Path(root), LAYOUT)
+
+
+def subjects(root: PathLike, split: str = "train") -> list[Subject]:
+    """The training images; for "val" those of the validation pairs."""
+    if split == "train":
+        names = [row["image"] for row in _listed(root, "training")]
+    else:
+        names = sorted({name for row in _listed(root, KEYS[split]) for name in row.values()})
+    found = [_subject(Path(root), name) for name in names]
+    require([one.image for one in found], Path(root), LAYOUT)
+    return found
+
+
+def pairs(root: PathLike, split: str = "val") -> list[Pair]:
+    """The pairs of the JSON."""
+    if split == "val":
+        check(root)
+    return [
+        pair_of(_subject(Path(root), row["fixed"]), _subject(Path(root), row["moving"]))
+        for row in _listed(root, KEYS[split])
+    ]
+
+
+def _listed(root: PathLike, key: str) -> list[dict[str, str]]:
+    path = Path(root) / FILE
+    require([path], Path(root), LAYOUT)
+    found: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{path} lists nothing under {key!r}; expected the challenge's own file")
+    wanted = {"image"} if key == "training" else {"fixed", "moving"}
+    if any(not isinstance(row, dict) or not wanted <= set(row) for row in found):
+        raise ValueError(f"{path} has rows under {key!r} without {' and '.join(sorted(wanted))}")
+    return [{name: row[name] for name in wanted} for row in found]
+
+
+def _subject(root: Path, name: str) -> Subject:
+    image = root / name
+    labels = image.parent.with_name(image.parent.name.replace("images", "labels")) / image.name
+    number = stem(image).removeprefix("AbdomenCTCT_").removesuffix("_0000")
+    return Subject(number, image, labels if "Tr" in image.parent.name or labels.is_file() else None)
+
+
+__all__ = ["GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

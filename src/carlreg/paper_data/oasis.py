@@ -1,0 +1,68 @@
+"""Labelled brains of OASIS, as in the MICCAI 2012 multi-atlas labelling challenge (MALC), in one of two layouts.
+
+The challenge's own:
+
+    training-images/1000_3.nii.gz   training-labels/1000_3_glm.nii.gz
+    testing-images/1003_3.nii.gz    testing-labels/1003_3_glm.nii.gz
+
+or images and labels side by side, with or without folders for the splits:
+
+    train/1000.nii.gz   train/1000_labels.nii.gz
+    val/1101.nii.gz     val/1101_labels.nii.gz
+
+The paper does not use this set; it stands in for HCP, with the same preprocessing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from carlreg.files.images import PathLike
+from carlreg.files.tables import Pair, Subject, every_pair, require, stem
+from carlreg.paper_data.hcp import GRID, preprocess
+
+LABELS = {
+    number: f"{side} {name}"
+    for name, *numbers in (
+        ("accumbens", 23, 30),
+        ("amygdala", 31, 32),
+        ("caudate", 36, 37),
+        ("hippocampus", 47, 48),
+        ("pallidum", 55, 56),
+        ("putamen", 57, 58),
+        ("thalamus", 59, 60),
+    )
+    for side, number in zip(("right", "left"), numbers, strict=True)
+}
+"""The subcortical structures among the 138."""
+FOLDERS = {"train": "training", "val": "testing", "test": "testing"}
+LAYOUT = "NAME.nii.gz with NAME_labels.nii.gz, or training-images/NAME.nii.gz with training-labels/NAME_glm.nii.gz"
+
+
+def check(root: PathLike) -> None:
+    """Refuse a folder without images, or with images that have no labels."""
+    subjects(root, "val")
+
+
+def subjects(root: PathLike, split: str = "val") -> list[Subject]:
+    """The subjects of a split, in the order of their names."""
+    root = Path(root)
+    challenge = root / f"{FOLDERS[split]}-images"
+    if challenge.is_dir():
+        labels = root / f"{FOLDERS[split]}-labels"
+        images = sorted(challenge.glob("*.nii.gz"))
+        found = [Subject(stem(path), path, labels / f"{stem(path)}_glm.nii.gz") for path in images]
+    else:
+        folder = root / split if (root / split).is_dir() else root
+        images = [path for path in sorted(folder.glob("*.nii.gz")) if not stem(path).endswith("_labels")]
+        found = [Subject(stem(path), path, path.with_name(f"{stem(path)}_labels.nii.gz")) for path in images]
+    require([path for one in found for path in (one.image, one.labels) if path], root, LAYOUT)
+    return found
+
+
+def pairs(root: PathLike, split: str = "val") -> list[Pair]:
+    """All ordered pairs of different subjects."""
+    return every_pair(subjects(root, split))
+
+
+__all__ = ["GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

@@ -1,0 +1,1 @@
+"""`register`: two scans in, a registration out."""

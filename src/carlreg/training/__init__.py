@@ -1,0 +1,1 @@
+"""Training: stages, steps, the loop, and `carl train`."""

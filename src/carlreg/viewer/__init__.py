@@ -1,6 +1,0 @@
-"""`carl view`: a registration's folder in the browser, its volumes linked by its transform."""
-
-from carlreg.viewer.scene import Scene, find
-from carlreg.viewer.server import Server, open_browser, serve
-
-__all__ = ["Scene", "Server", "find", "open_browser", "serve"]
