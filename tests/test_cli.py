@@ -469,7 +469,15 @@ def test_stopped_while_optimising(place: Path, tmp_path: Path, number: signal.Si
 
 
 @pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("where", ["images.write", "itk.write", "itk.write_warp", "product.write_atomically"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "files.images.write",
+        "files.transform_files.write",
+        "files.transform_files.write_warp",
+        "registration.result.write_atomically",
+    ],
+)
 def test_stopped_while_writing(
     place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, where: str, exists: bool
 ) -> None:
@@ -479,7 +487,9 @@ def test_stopped_while_writing(
         (out / "mine.txt").write_text("stays")
 
     def stop(*arguments: object, **_: object) -> None:
-        Path(str(arguments[-1] if where != "product.write_atomically" else arguments[0])).write_bytes(b"half")
+        Path(str(arguments[-1] if where != "registration.result.write_atomically" else arguments[0])).write_bytes(
+            b"half"
+        )
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(f"carlreg.{where}", stop)

@@ -719,7 +719,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_importing_does_not_import_simpleitk() -> None:
-    code = "import sys, carlreg.images; sys.exit('SimpleITK' in sys.modules or 'nibabel' in sys.modules)"
+    code = "import sys, carlreg.files.images; sys.exit('SimpleITK' in sys.modules or 'nibabel' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

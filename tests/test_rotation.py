@@ -125,10 +125,10 @@ def test_the_encoder_is_taught_the_right_places() -> None:
     of plain attention, over all keys, with the weights of linear interpolation at that place."""
     code = """
 import itertools, torch, encoder as e
-from carlreg.grids import pool
-from carlreg.networks import Encoder
-from carlreg.registration import CoordinateAttention
-from carlreg.transforms import compose, warp
+from carlreg.geometry.grids import pool
+from carlreg.model.encoder import Encoder
+from carlreg.model.algorithms import CoordinateAttention
+from carlreg.geometry.transforms import compose, warp
 
 generator = torch.Generator().manual_seed(0)
 coarse = torch.rand(1, 1, 5, 5, 5, generator=generator)
