@@ -30,24 +30,24 @@ def jacobian(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write det ∇T on the fixed image's grid, and say how much of it folds.
+    """Write det ∇T on the fixed image's grid, and print which share of it folds.
 
-    It is above 1 where the moving image has more volume, below 1 where it has less, below 0 where space is turned
-    inside out.
+    The determinant is above 1 where the moving image has more volume, below 1 where it has less, and below 0 where the
+    transform folds.
     """
     set_loudness(quiet, verbose)
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
     with working("determinants", quiet):
-        found = read_transform(transform)
-        grid = read_reference(reference, transform, found)
-        if grid.dim != found.dim:
-            raise ValueError(f"the transform is {found.dim}-D but the reference {grid.dim}-D; expected the same")
-        result = world_transform.jacobian_determinant(found, grid)
+        world = read_transform(transform)
+        grid = read_reference(reference, transform, world)
+        if grid.dim != world.dim:
+            raise ValueError(f"the transform is {world.dim}-D but the reference {grid.dim}-D; expected the same")
+        result = world_transform.jacobian_determinant(world, grid)
         images.write(result, out, overwrite=overwrite)
     values = result.data
     typer.echo(
-        f"folds {100 * float((values < 0).mean()):.4f} %, determinants from {values.min():.3f} to {values.max():.3f}, "
-        f"mean {values.mean():.3f}"
+        f"folds {world_transform.folds_percent(result):.4f} %, determinants from {values.min():.3f} to "
+        f"{values.max():.3f}, mean {values.mean():.3f}"
     )

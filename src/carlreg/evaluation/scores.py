@@ -17,7 +17,6 @@ from carlreg.files import images, world_transform
 from carlreg.files.images import Image, _sitk, map_points
 from carlreg.files.tables import Pair
 from carlreg.files.world_transform import PointMap, WorldTransform, invert_matrix
-from carlreg.geometry.jacobian import spread_of_log
 from carlreg.objective.metrics import dice, hd95, mean_score
 
 # ---- one pair -------------------------------------------------------------------------------------------------------
@@ -169,17 +168,9 @@ def _score_landmarks(scores: Scores, pair: Pair, fixed: Image, moving: Image, tr
 
 
 def _score_determinants(scores: Scores, transform: WorldTransform, fixed: Image) -> None:
-    determinants = world_determinants(transform, fixed)
-    scores.figures["folds_percent"] = 100 * float((determinants < 0).double().mean())
-    scores.figures["sd_log_jacobian"] = spread_of_log(determinants)
-
-
-def world_determinants(transform: PointMap, fixed: Image) -> Tensor:
-    """det ∇T at the fixed image's voxels without the outermost ones, (1, *(shape − 2)), in millimetres both ways."""
-    if min(fixed.shape) < 3:
-        raise ValueError(f"{fixed.name} has {_times(fixed.shape)} voxels; expected at least 3 along every axis")
-    inner = world_transform.jacobian_determinant(transform, fixed).data[(slice(1, -1),) * fixed.dim]
-    return torch.from_numpy(np.ascontiguousarray(inner))[None]
+    determinants = world_transform.jacobian_determinant(transform, fixed)
+    scores.figures["folds_percent"] = world_transform.folds_percent(determinants)
+    scores.figures["sd_log_jacobian"] = world_transform.sd_log_jacobian(determinants)
 
 
 def _inconsistency(transform: PointMap, inverse: PointMap, fixed: Image, moving: Image) -> float:

@@ -27,6 +27,7 @@ from carlreg.files.images import (
     map_points,
 )
 from carlreg.geometry.grids import Grid, Interpolation, interpolate
+from carlreg.geometry.jacobian import determinant_per_voxel, spread_of_log
 from carlreg.geometry.transforms import Transform
 
 Field = npt.NDArray[np.float32]
@@ -213,12 +214,20 @@ def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
 
 def _slabs(grid: Image) -> Iterator[tuple[slice, Matrix]]:
     """The world positions (n, ..., D) of the image's voxels, some rows of the first axis at a time."""
+    for rows in _row_slices(grid):
+        yield rows, _voxel_positions(grid, rows)
+
+
+def _row_slices(grid: Image) -> Iterator[slice]:
     step = max(1, SLAB * grid.shape[0] // grid.data.size)
-    others = [np.arange(n, dtype=np.float64) for n in grid.shape[1:]]
     for start in range(0, grid.shape[0], step):
-        rows = slice(start, min(start + step, grid.shape[0]))
-        index = np.meshgrid(np.arange(rows.start, rows.stop, dtype=np.float64), *others, indexing="ij")
-        yield rows, map_points(grid.affine, np.stack(index, axis=-1))
+        yield slice(start, min(start + step, grid.shape[0]))
+
+
+def _voxel_positions(grid: Image, rows: slice) -> Matrix:
+    """World positions (n, ..., D) of the voxels in some rows of the first axis."""
+    index = np.meshgrid(np.arange(rows.start, rows.stop), *(np.arange(n) for n in grid.shape[1:]), indexing="ij")
+    return map_points(grid.affine, np.stack(index, axis=-1))
 
 
 def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
@@ -281,21 +290,37 @@ def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Mat
 
 
 def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
-    """det ∇T at the voxels of `grid`, an image in the fixed image's world, by central differences (one-sided at the
-    border), as a float32 image: above 1 where the moving image holds more volume, below 0 where T folds."""
+    """det ∇T at the voxels of `grid`, an image in the fixed image's world, as a float32 image: above 1 where the moving
+    image has more volume, below 0 where T folds. Central differences over one voxel, one-sided at the border.
+
+    >>> folds_percent(jacobian_determinant(T, fixed))
+    """
     if min(grid.shape) < 2:
         raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
-    moved = np.empty((*grid.shape, grid.dim), np.float32)
-    for rows, points in _slabs(grid):
-        moved[rows] = transform(points) - points  # differences of far points would round
-    undo, result = invert_matrix(grid.affine)[:-1, :-1], np.empty(grid.shape, np.float32)
-    for rows, _ in _slabs(grid):
+    world_to_index, result = invert_matrix(grid.affine), np.empty(grid.shape, np.float32)
+    for rows in _row_slices(grid):
         around = slice(max(rows.start - 1, 0), min(rows.stop + 1, grid.shape[0]))
-        shift = moved[around].astype(np.float64)
-        slopes = np.stack([np.gradient(shift, axis=axis) for axis in range(grid.dim)], axis=-1)
-        inner = slice(rows.start - around.start, rows.stop - around.start)
-        result[rows] = np.linalg.det(np.eye(grid.dim) + slopes[inner] @ undo)
+        moved = map_points(world_to_index, transform(_voxel_positions(grid, around)))
+        # A step beyond the border, continued straight, makes the central difference there a one-sided one.
+        ends = [(int(around.start == rows.start), int(around.stop == rows.stop)), *[(1, 1)] * (grid.dim - 1), (0, 0)]
+        padded = np.pad(moved, ends, mode="reflect", reflect_type="odd")
+        result[rows] = determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
     return Image(result, grid.index_to_world(), "jacobian")
+
+
+def folds_percent(determinants: Image) -> float:
+    """% |J| < 0: the share of voxels, the outermost layer left out, at which the map folds. The one definition for
+    `carl register`, `carl jacobian` and `carl evaluate`; `determinants` is the result of `jacobian_determinant`."""
+    return 100 * float((_without_border(determinants) < 0).mean())
+
+
+def sd_log_jacobian(determinants: Image) -> float:
+    """SDlogJ as in Learn2Reg's tables, see `carlreg.geometry.jacobian.spread_of_log`."""
+    return spread_of_log(torch.from_numpy(np.ascontiguousarray(_without_border(determinants)))[None])
+
+
+def _without_border(image: Image) -> npt.NDArray[Any]:
+    return image.data[tuple(slice(1, -1) if n > 2 else slice(None) for n in image.shape)]
 
 
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
