@@ -1,6 +1,5 @@
 # make test   creates .venv, installs carlreg with what its tests need, and runs them
 # make demo   in the same environment, registers two synthetic patients and says how well it went
-# make figures  every table and plot of the pages, rebuilt from the result files
 # make docs   the documentation as a website in site/, every link checked
 # make viewer fetches NiiVue with npm for `carl view`, where the installation could not
 # make lint   ruff and mypy, in the same environment
@@ -8,16 +7,13 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo figures docs viewer lint format clean
+.PHONY: test demo docs viewer lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 demo: $(READY)
 	$(VENV)/bin/carl demo --overwrite $(ARGS)
-
-figures: $(READY)
-	$(VENV)/bin/python experiments/figures.py
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/build.py

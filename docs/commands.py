@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo
@@ -65,8 +65,8 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
             word = ", ".join(names)
             call += [f"{names[0]} {parameter.name.upper()}"] if needed else []
         text = " ".join((info.help or "").split())
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            text += f" One of {', '.join(str(choice.value) for choice in kind)}."
+        if choices := _choices(kind):
+            text += f" One of {', '.join(choices)}."
         default = getattr(parameter.default, "value", parameter.default)
         if isinstance(default, (str, int, float)) and not isinstance(default, bool):
             text += f" Default: {default}."
@@ -77,6 +77,13 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
     yield f"```sh\n{' '.join(call)}{options}\n```\n"
     if rows:
         yield "\n".join(["| option | what |", "|---|---|", *rows]) + "\n"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values that an option of this type accepts, if it is a list of choices."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(choice.value) for choice in kind]
+    return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 if __name__ == "__main__":

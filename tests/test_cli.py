@@ -233,7 +233,7 @@ def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, ru
     assert all(words[1].startswith("for research use") for words in listed[:2])
     for name in ((), ("rot",)):
         assert run("models", "verify", *name)[0] == 0
-        assert "whole" in run.out  # type: ignore[attr-defined]
+        assert "complete, sha256" in run.out  # type: ignore[attr-defined]
     assert run("models", "licence")[0] == 0
     assert run("models", "show", place / "small.safetensors")[0] == 0
     assert "licence: yours" in run.out  # type: ignore[attr-defined]
@@ -378,9 +378,9 @@ def test_bad_outputs(place: Path, tmp_path: Path, run: Run) -> None:
     assert run(*pair(place, out, "--overwrite"))[0] == 0
     for flag, name, message in (
         ("--transform-out", "t.mat", "unknown extension"),
-        ("--transform-out", "absent/t.h5", "there is no folder"),
+        ("--transform-out", "absent/t.h5", "does not exist; create it first"),
         ("--warped-moving-out", "w.doc", "unknown extension"),
-        ("--warped-moving-out", "out/warped.nii.gz", "exists already; choose another name, or say --overwrite"),
+        ("--warped-moving-out", "out/warped.nii.gz", "exists already; choose another name, or give --overwrite"),
     ):
         refused(run, pair(place, None, flag, tmp_path / name), message)
 

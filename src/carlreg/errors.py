@@ -18,3 +18,29 @@ class OutputError(CarlError, OSError):
 
 class DependencyError(CarlError, ImportError):
     """An optional package that is not installed. The message says how to install it."""
+
+
+NOT_YET_CONVERTED = (ValueError, ImportError, FloatingPointError)
+"""Built-in exceptions that some rooms still raise for user input. To be removed once all of them raise CarlError."""
+
+
+def user_message(error: BaseException) -> str | None:
+    """One line for an error that a user can act on, or None for a bug.
+
+    >>> user_message(InputError("scan.nii does not exist; check the path"))
+    'scan.nii does not exist; check the path'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror[0].lower() + error.strerror[1:]
+        return reason if error.filename is None else f"{reason}: {error.filename}"
+    if isinstance(error, (CarlError, OSError, *NOT_YET_CONVERTED)):
+        return text
+    return f"out of memory: {text}" if _is_out_of_memory(error, text) else None
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    """Recognise torch's and ITK's errors without importing either."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "Failed to allocate memory" in text)

@@ -1,7 +1,7 @@
-"""`carl`: one command, one function, each in a file of its own name.
+"""The `carl` command line. Each command is a function in a module of the same name.
 
-Nothing here imports torch before a command runs, so that `carl --help` answers at once. A command lets errors pass:
-`main` turns those that a user can do something about into one line and an exit code.
+Nothing here imports torch before a command runs, so that `carl --help` is fast. Commands do not catch errors: `main`
+prints those that a user can act on as one line. Every other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from carlreg import __version__
-from carlreg.cli._shared import Stopped
+from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli.convert import convert
 from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
@@ -31,15 +31,16 @@ from carlreg.cli.view import view
 from carlreg.cli.warp import warp
 from carlreg.cli.warp_points import warp_points
 
-RUNNING, USAGE = 1, 2
-"""Exit codes: it failed while running, it was called wrongly. By a signal: 128 and its number."""
-UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no public name for it, and newer ones do not need click
+FAILURE, USAGE = 1, 2
+"""Exit codes for a failed command and for wrong usage. A signal gives 128 plus its number."""
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no public name for it, and newer versions bundle click
 
 app = typer.Typer(
     name="carl",
-    help="Register medical images: for every point of a fixed image, the matching point of a moving one.",
+    help="Register medical images: map every point of a fixed image to the matching point of a moving image.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # refills paragraphs
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -57,8 +58,8 @@ app.add_typer(models, name="models")
 app.command("train")(train)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"carl {__version__}")
         raise typer.Exit
 
@@ -66,81 +67,69 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0, 1 for a failure while running, 2 for a wrong call."""
-    with _told_on_stderr():
+    """Run a command line and return its exit code: 0, 1 if the command failed, 2 for wrong usage."""
+    with _logging_to_stderr():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 
 
-def _run(given: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
     try:
-        with _stoppable():
-            code = app(args=[_dashes(word) for word in given], prog_name="carl", standalone_mode=False)
+        with _signals_as_exceptions():
+            code = app(args=[_with_dashes(word) for word in arguments], prog_name="carl", standalone_mode=False)
     except UsageError as error:
         error.show()
         return USAGE
     except Stopped as stopped:
-        return _fail("stopped; no unfinished file was left", stopped.code)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
-        if logging.getLogger("carlreg").isEnabledFor(logging.DEBUG):
-            raise
-        return _fail(_words(error), RUNNING)
+        print("carl: stopped; no unfinished file was left", file=sys.stderr)
+        return stopped.code
+    except Exception as error:
+        print_error(error)
+        return FAILURE
     return code if isinstance(code, int) else 0
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+def _signals_as_exceptions() -> Iterator[None]:
+    """Raise `Stopped` on SIGINT and SIGTERM, so that unfinished files are removed."""
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
         yield
         return
 
     def stop(number: int, _: object) -> None:
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _told_on_stderr() -> Iterator[None]:
-    """What carlreg's loggers say, as lines of ours."""
+def _logging_to_stderr() -> Iterator[None]:
+    """Print the package's log records to stderr, warnings and errors unless a command changes the level."""
     logger, handler = logging.getLogger("carlreg"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("carl: %(message)s"))
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
-def _fail(text: str, code: int) -> int:
-    print(f"carl: {text}", file=sys.stderr)
-    return code
-
-
-def _words(error: BaseException) -> str:
-    """One line that says what went wrong."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        text = f"{error.filename}: {error.strerror}"
-    return text or type(error).__name__
-
-
-def _dashes(word: str) -> str:
-    """`--io_iterations` is `--io-iterations`: scripts written for other tools use underscores."""
+def _with_dashes(word: str) -> str:
+    """Spell an option with dashes: scripts written for other tools say `--io_iterations`."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

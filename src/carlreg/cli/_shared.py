@@ -1,56 +1,59 @@
-"""What several commands need: options, progress, and where a transform comes from. Nothing here imports torch."""
+"""Options, progress and input handling shared by several commands. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from carlreg.errors import InputError, user_message
 
 if TYPE_CHECKING:
     from carlreg.files.images import Image
     from carlreg.files.world_transform import ItkTransform, WorldTransform
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors, show no progress.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; an error shows where it came from.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
+
+def _set_level(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    """Set the log level as soon as --quiet or --verbose is parsed: a command only has to declare the two options."""
+    if value:
+        if context.params.get("verbose" if parameter.name == "quiet" else "quiet"):
+            raise typer.BadParameter("--quiet and --verbose exclude each other; give only one of them")
+        logging.getLogger("carlreg").setLevel(logging.ERROR if parameter.name == "quiet" else logging.DEBUG)
+    return value
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_set_level, help="Print errors only.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", callback=_set_level, help="Print debug output and full tracebacks.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 Transforms = Annotated[
     list[Path],
     typer.Option(
         "--transform",
         "-t",
-        help="A folder of `carl register`, or a transform file. Several, as for ANTs: the first acts on a point first.",
+        help="Result folder of `carl register`, or transform file. Repeat the option to chain transforms: the first is "
+        "applied to a point first.",
     ),
 ]
 Reference = Annotated[
     Path | None,
-    typer.Option("--reference", "-r", help="An image whose grid the result gets; a folder of `carl register` has one."),
+    typer.Option("--reference", "-r", help="Image that defines the output grid. Not needed with a result folder."),
 ]
 IMAGES = (".nii.gz", ".nii", ".nrrd", ".mha", ".png", ".tif", ".tiff")
+Side = Literal["fixed", "moving"]
+Interpolation = Literal["linear", "nearest"]
 REPORT, FORWARD, INVERSE, WARPED = "report.json", "transform.h5", "inverse_transform.h5", "warped.nii.gz"
 
 
-class Side(str, Enum):
-    """Which image something belongs to."""
-
-    fixed = "fixed"
-    moving = "moving"
-
-
-class Interpolation(str, Enum):
-    """How values between voxels are made."""
-
-    linear = "linear"
-    nearest = "nearest"
-
-
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM: what is under way cleans up after itself. Not an Exception, so that nothing goes on."""
+    """SIGINT or SIGTERM. Not an Exception, so that no `except Exception` swallows it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -58,27 +61,32 @@ class Stopped(BaseException):
 
 
 def set_loudness(quiet: bool, verbose: bool) -> None:
-    """How much carlreg's loggers say, on stderr."""
-    if quiet and verbose:
-        raise typer.BadParameter("--quiet and --verbose were both given; expected one of them")
-    level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
-    logging.getLogger("carlreg").setLevel(level)
+    """Does nothing: `Quiet` and `Verbose` set the log level themselves. To be removed once no command calls it."""
 
 
 def say(text: str, quiet: bool = False) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     if not quiet:
         typer.echo(f"carl: {text}", err=True)
 
 
+def print_error(error: BaseException, subject: str = "") -> None:
+    """Print an error on stderr: one line if the user can act on it, the traceback if it is a bug or with --verbose."""
+    message = user_message(error)
+    if message is None or logging.getLogger("carlreg").isEnabledFor(logging.DEBUG):
+        traceback.print_exception(error)
+    prefix = f"{subject}: " if subject else ""
+    say(f"{prefix}{message or f'this is a bug ({type(error).__name__}); please report it with the traceback above'}")
+
+
 class Progress:
-    """What is being done, and how far it is. Does nothing until `working` gives it a bar."""
+    """The current task and how far it has got. Does nothing without a bar; see `working`."""
 
     def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar, self._task = bar, task
 
     def say(self, text: str) -> None:
-        """Name the work that begins; how long it takes is not known."""
+        """Show the name of the next task, whose length is unknown."""
         if self._bar is not None:
             self._bar.update(self._task, description=text, completed=0, total=None)
 
@@ -89,7 +97,7 @@ class Progress:
 
 @contextmanager
 def working(text: str, quiet: bool) -> Iterator[Progress]:
-    """A progress bar on stderr, gone when the work is done; none if `quiet` or if stderr is not a terminal."""
+    """Show a progress bar on stderr until the work is done; no bar if `quiet` or if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield Progress()
         return
@@ -105,13 +113,13 @@ def working(text: str, quiet: bool) -> Iterator[Progress]:
 def check_new(path: Path, overwrite: bool, endings: tuple[str, ...] = ()) -> None:
     """Refuse an output file before any work is done for it."""
     if endings and not path.name.lower().endswith(endings):
-        raise ValueError(f"{path} has an unknown extension; expected one of {', '.join(endings)}")
+        raise InputError(f"{path} has an unknown extension; expected one of {', '.join(endings)}")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; expected the name of a file")
+        raise InputError(f"{path} is a folder; expected the name of a file")
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists already; choose another name, or say --overwrite")
+        raise InputError(f"{path} exists already; choose another name, or give --overwrite")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+        raise InputError(f"{path} cannot be written: the folder {path.parent} does not exist; create it first")
 
 
 def is_registration(path: Path) -> bool:
@@ -119,18 +127,18 @@ def is_registration(path: Path) -> bool:
 
 
 def read_transform(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
-    """The map from fixed to moving points of a folder or of files; of a folder also the inverse."""
+    """Read the map from fixed to moving points from a result folder or transform files; a folder has an inverse too."""
     from carlreg.files import transform_files
 
     files = [path / (INVERSE if inverse else FORWARD) if path.is_dir() else path for path in paths]
     for path, file in zip(paths, files, strict=True):
         if path.is_dir() and not file.is_file():
-            raise ValueError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
+            raise InputError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
     return transform_files.read(files if len(files) > 1 else files[0])
 
 
 def read_reference(reference: Path | None, paths: list[Path], transform: Any) -> Image:
-    """The grid for a result: the one asked for, that of a registration folder, or that of the displacements."""
+    """Choose the output grid: that of --reference, of a result folder, or of the displacement field."""
     import numpy as np
 
     from carlreg.files import images
@@ -144,4 +152,4 @@ def read_reference(reference: Path | None, paths: list[Path], transform: Any) ->
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         shape = transform.displacement.shape[:-1]
         return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
-    raise ValueError(f"{paths[0]} does not say on which grid the result should lie; give an image with --reference")
+    raise InputError(f"{paths[0]} does not define an output grid; give an image with --reference")

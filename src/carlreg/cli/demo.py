@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from carlreg.cli._shared import Quiet, Verbose
+
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images and results.")] = Path("carl-demo"),
@@ -16,12 +18,21 @@ def demo(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "cpu",
     model: Annotated[str, typer.Option(help="A model's name or file.")] = "default",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of an earlier demo.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Register two synthetic patients, whose true correspondence is known, and then one of them shifted."""
     from carlreg.demo import CASES, SUMMARY, run
 
     report = run(
-        out, seed=seed, size=size, quick=quick, device=device, model=model, overwrite=overwrite, say=typer.echo
+        out,
+        seed=seed,
+        size=size,
+        quick=quick,
+        device=device,
+        model=model,
+        overwrite=overwrite,
+        say=(lambda _: None) if quiet else typer.echo,
     )
     rows: list[tuple[str, ...]] = [("", "Dice", "", "error, mm", ""), ("", "before", "after", "before", "after")]
     for name, words in (("pair", "two patients"), ("shifted", "one image shifted")):

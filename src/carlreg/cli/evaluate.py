@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from carlreg.cli._shared import Quiet, Verbose
+
 if TYPE_CHECKING:
     from carlreg.evaluation.api import Evaluation
     from carlreg.evaluation.scores import Scores
@@ -56,6 +58,8 @@ def evaluate(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace scores that are there.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Measure registrations: Dice, HD95, landmark error, folds, SDlogJ, inverse consistency, time and memory.
 

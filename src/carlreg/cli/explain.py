@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from carlreg.cli._shared import Quiet, Verbose
+
 
 def explain(
     fixed: Annotated[Path, typer.Option("--fixed", "-f", help="The fixed image.")],
@@ -26,6 +28,8 @@ def explain(
     seed: Annotated[int, typer.Option(help="Of the random voxels.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, mps")] = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show how a network matches two images, before its refinements.
 

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from carlreg.cli._shared import REPORT, is_registration
+from carlreg.cli._shared import REPORT, Quiet, Verbose, is_registration
 
 
 def info(
     path: Annotated[Path, typer.Argument(help="An image, a transform, a model, or a folder of `carl register`.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For a machine to read.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say what a file or folder is."""
     if not path.exists():

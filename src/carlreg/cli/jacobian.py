@@ -17,25 +17,24 @@ from carlreg.cli._shared import (
     check_new,
     read_reference,
     read_transform,
-    set_loudness,
     working,
 )
+from carlreg.errors import InputError
 
 
 def jacobian(
     transform: Transforms,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The image to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Image to write.")],
     reference: Reference = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write det ∇T on the fixed image's grid, and print which share of it folds.
+    """Write det ∇T on the fixed image's grid, and print the percentage that folds.
 
     The determinant is above 1 where the moving image has more volume, below 1 where it has less, and below 0 where the
     transform folds.
     """
-    set_loudness(quiet, verbose)
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
@@ -43,7 +42,7 @@ def jacobian(
         world = read_transform(transform)
         grid = read_reference(reference, transform, world)
         if grid.dim != world.dim:
-            raise ValueError(f"the transform is {world.dim}-D but the reference {grid.dim}-D; expected the same")
+            raise InputError(f"the transform is {world.dim}-D but the reference is {grid.dim}-D; expected the same")
         result = world_transform.jacobian_determinant(world, grid)
         images.write(result, out, overwrite=overwrite)
     values = result.data

@@ -1,4 +1,4 @@
-"""`carl models`: what is in the package, on which terms, and whether a file is what it should be."""
+"""`carl models`: list, describe, verify and import models."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Annotated
 
 import typer
 
-from carlreg.cli._shared import Overwrite, check_new
+from carlreg.cli._shared import Overwrite, Quiet, Verbose, check_new
+from carlreg.errors import InputError
 
-models = typer.Typer(help="List models, look at one, check its file, import one.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="A model of the package, or a model file.")]
+models = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of a model in the package, or path of a model file.")]
 
 
 @models.command("list")
-def list_models() -> None:
-    """Name the models of this package with their terms, the first line being the default, the last `auto`."""
+def list_models(quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """List the models in the package with their licences. The default comes first, `auto` last."""
     from carlreg.model.files import read_metadata
     from carlreg.model.loaded import AUTO
     from carlreg.model.shipped import DEFAULT, WEIGHTS, available
 
     for name in sorted(available(), key=lambda name: (name != DEFAULT, name)):
-        typer.echo(f"{name}\t{read_metadata(WEIGHTS / f'{name}.safetensors').get('licence', 'no licence given')}")
-    typer.echo(f"{AUTO}\t{DEFAULT}, after a look whether the scans are turned against each other")
+        typer.echo(f"{name}\t{read_metadata(WEIGHTS / f'{name}.safetensors').get('licence', 'no licence stated')}")
+    typer.echo(f"{AUTO}\t{DEFAULT}, after a rotation search")
 
 
 @models.command()
-def show(name: Name = "default") -> None:
-    """Say what a model's file says of it: its training, grid, licence, size and checksum."""
+def show(name: Name = "default", quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """Print a model's metadata: training, grid, licence, size and checksum."""
     from carlreg.cli.info import as_text, model_facts
     from carlreg.model.loaded import find_model
 
@@ -35,32 +36,27 @@ def show(name: Name = "default") -> None:
 
 
 @models.command()
-def verify(name: Name = "default") -> None:
-    """Check that a model's file is whole and, for one of the package, that it is the one that was shipped."""
+def verify(name: Name = "default", quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """Check that a model file is complete and, for a model in the package, that its checksum is the published one."""
     from carlreg.files.checksums import sha256
     from carlreg.model.files import load
     from carlreg.model.loaded import find_model
     from carlreg.model.shipped import WEIGHTS
 
     path = find_model(name)
-    found = sha256(path)
+    checksum = sha256(path)
     if path.parent == WEIGHTS:
-        sums = dict(
-            line.split()[::-1]
-            for line in (WEIGHTS / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-            if line.strip()
-        )
-        if sums.get(path.name) != found:
-            raise ValueError(
-                f"{path.name} has the checksum {found}; expected {sums.get(path.name)}: install the package again"
-            )
+        lines = (WEIGHTS / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+        expected = {name: digest for digest, name in (line.split() for line in lines if line.strip())}.get(path.name)
+        if checksum != expected:
+            raise InputError(f"{path.name} has the checksum {checksum}; expected {expected}: reinstall the package")
     load(path)
-    typer.echo(f"{path.name}: whole, sha256 {found}")
+    typer.echo(f"{path.name}: complete, sha256 {checksum}")
 
 
 @models.command()
-def licence() -> None:
-    """Print the terms of the models of this package."""
+def licence(quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """Print the licence of the models in the package."""
     from carlreg.model.shipped import WEIGHTS
 
     typer.echo((WEIGHTS / "LICENSE").read_text(encoding="utf-8").rstrip())
@@ -68,21 +64,24 @@ def licence() -> None:
 
 @models.command("import")
 def import_model(
-    checkpoint: Annotated[Path, typer.Argument(help="A state dict of icon_registration: CARL, GradICON, uniGradICON.")],
-    out: Annotated[Path, typer.Argument(help="The model file to write, .safetensors.")],
+    checkpoint: Annotated[Path, typer.Argument(help="State dict of icon_registration: CARL, GradICON, uniGradICON.")],
+    out: Annotated[Path, typer.Argument(help="Model file to write, .safetensors.")],
     grid: Annotated[
-        str | None, typer.Option(help="The grid it was trained on, '175 175 175' say: images are stretched to it.")
+        str | None,
+        typer.Option(help="Grid the network was trained on, such as '175 175 175'. Images are resampled to it."),
     ] = None,
-    licence: Annotated[str | None, typer.Option(help="Its terms of use, to be kept in the file.")] = None,
+    licence: Annotated[str | None, typer.Option(help="Licence to store in the file.")] = None,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Make a model file of a checkpoint that the paper's authors' code wrote. Nothing in it is executed."""
+    """Convert a checkpoint of the paper's authors into a model file. No code in the checkpoint is executed."""
     check_new(out, overwrite, (".safetensors",))
     if not checkpoint.is_file():
-        raise ValueError(f"{checkpoint} does not exist or is a folder; expected a checkpoint: check the path")
+        raise InputError(f"{checkpoint} does not exist or is a folder; expected a checkpoint: check the path")
     sides = None if grid is None else grid.replace(",", " ").replace("x", " ").split()
     if sides is not None and not (len(sides) in (2, 3) and all(side.isdigit() and int(side) > 3 for side in sides)):
-        raise ValueError(f"the grid is {grid!r}; expected two or three sides, such as '175 175 175'")
+        raise InputError(f"the grid is {grid!r}; expected two or three sides, such as '175 175 175'")
     import pickle
 
     import torch
@@ -92,12 +91,12 @@ def import_model(
 
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{checkpoint} cannot be read as a file of weights alone: {reason}") from error
+        raise InputError(f"{checkpoint} cannot be read as a file of weights alone: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{checkpoint} holds no state dict; expected names and tensors, as torch.save writes them")
-    about = {"name": out.stem, "imported_from": checkpoint.name, "view": "whole"}
-    about |= {} if sides is None else {"grid": " ".join(sides)}
-    about |= {} if licence is None else {"licence": licence}
-    save(from_icon(state), out, metadata=about)
+        raise InputError(f"{checkpoint} is not a state dict; expected names and tensors, as torch.save writes them")
+    metadata = {"name": out.stem, "imported_from": checkpoint.name, "view": "whole"}
+    metadata |= {} if sides is None else {"grid": " ".join(sides)}
+    metadata |= {} if licence is None else {"licence": licence}
+    save(from_icon(state), out, metadata=metadata)

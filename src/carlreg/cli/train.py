@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from carlreg.cli._shared import Quiet, Verbose
+
 if TYPE_CHECKING:
     from carlreg.training.loop import Progress
     from carlreg.training.run import Watch
@@ -141,7 +143,8 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew where the folder holds a run.", rich_help_panel=PLACE)
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only say errors.", rich_help_panel=PLACE)] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a network on your own images, or go on training one.
 

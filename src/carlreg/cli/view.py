@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from carlreg.cli._shared import Quiet, Stopped, Verbose, say, set_loudness
+from carlreg.cli._shared import Quiet, Stopped, Verbose, say
 
 
 def view(
@@ -22,7 +22,6 @@ def view(
     A click on the fixed image shows the matching point on the moving one. Labels and the change of volume lie over the
     images if you like. The address works on this machine alone, until Ctrl-C.
     """
-    set_loudness(quiet, verbose)
     from carlreg.show import viewer
 
     with viewer.serve(folder, port=port) as server:

@@ -36,7 +36,7 @@ def warp(
         typer.Option("--inverse", help="Bring an image from the fixed image's world to the moving one's instead."),
     ] = False,
     labels: Annotated[bool, typer.Option("--labels", help="It is a label map: take the nearest voxel.")] = False,
-    interpolation: Annotated[Interpolation, typer.Option(help="Between voxels.")] = Interpolation.linear,
+    interpolation: Annotated[Interpolation, typer.Option(help="Between voxels.")] = "linear",
     outside: Annotated[
         float | None,
         typer.Option(help="The value where the image does not reach; else 0, or the lowest if negative, as in a CT."),
@@ -61,7 +61,7 @@ def warp(
         if not source.dim == found.dim == grid.dim:
             sides = f"the image is {source.dim}-D, the transform {found.dim}-D, the reference {grid.dim}-D"
             raise ValueError(f"{sides}; expected the same")
-        nearest = labels or interpolation is Interpolation.nearest
+        nearest = labels or interpolation == "nearest"
         if not nearest and images.looks_like_labels(source):
             say(f"{image} looks like a label map; if it is one, say --labels", quiet)
         progress.say("warping")

@@ -54,7 +54,7 @@ def warp_points(
     from carlreg.files.world_transform import WorldTransform
 
     given = read_points(points, space=space.value)
-    backwards = side is Side.moving
+    backwards = side == "moving"
     found = read_transform(transform)
     dim = given.positions.shape[1]
     if found.dim != dim:
