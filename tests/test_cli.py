@@ -292,11 +292,13 @@ def test_pairs_share_a_model_and_do_not_stop_one_another(
     ("content", "message"),
     [
         ("fixed,moving\n", "has no rows"),
-        ("a,b\n1,2\n", "unknown column 'a'"),
-        ("fixed\n1\n", "no such columns"),
-        ("fixed,moving\na.nii,\n", "line 2: fixed or moving is empty"),
-        ("fixed,moving\na.nii,b.nii\na.nii,b.nii\n", "lines 2 and 3: both would be saved as b_to_a"),
-        ("fixed,moving,name\na.nii,b.nii,../x\n", "is no name of a folder"),
+        ("a,b\n1,2\n", "has the columns a, b; expected 'fixed' and 'moving'"),
+        ("fixed\n1\n", "has the columns fixed; expected 'fixed' and 'moving'"),
+        ("fixed,moving\na.nii,\n", "line 2: moving is empty"),
+        ("fixed,moving\na.nii,b.nii\na.nii,b.nii\n", "lines 2 and 3: both pairs are called 'b_to_a'"),
+        ("fixed,moving,name\na.nii,b.nii,../x\n", "invalid name '../x': it must not contain a path separator"),
+        ('fixed,moving\n"a.nii,b.nii\na.nii,b.nii\n', "is not valid CSV"),
+        ("fixed,moving\na.nii,b.nii,c.nii\n", "line 2: 3 cells for 2 columns"),
     ],
 )
 def test_bad_tables(tmp_path: Path, run: Run, content: str, message: str) -> None:

@@ -356,7 +356,7 @@ def test_wrong_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere is neither" in capsys.readouterr().err
     (folder / "bad.csv").write_text("fixed,movin\na,b\n")
     assert main(["evaluate", str(folder / "bad.csv")]) == 1
-    assert "has the columns movin" in capsys.readouterr().err
+    assert "has the columns fixed, movin" in capsys.readouterr().err
 
 
 def test_landmark_files(tmp_path: Path) -> None:

@@ -111,13 +111,14 @@ def main() -> None:
 
 def by_program(method: Method) -> Algorithm:
     """Another program as if it were a network; to it a voxel is a millimetre."""
+    pair = Pair("pair", Path("fixed"), Path("moving"))
 
     def run(moving: Tensor, fixed: Tensor) -> Transform:
         fields = []
         for one, other in zip(moving.cpu().numpy(), fixed.cpu().numpy(), strict=True):
             m, f = (from_array(image[0]) for image in (one, other))
             points = voxel_points(fixed[:1]).cpu().double().numpy()[0]
-            found = method(Pair("pair", None, None), f, m).transform(map_points(f.unit_to_world(), points))
+            found = method(pair, f, m).transform(map_points(f.unit_to_world(), points))
             fields.append(torch.from_numpy(map_points(m.world_to_unit(), found) - points).movedim(-1, 0))
         return DisplacementField(torch.stack(fields).to(fixed))
 

@@ -115,7 +115,8 @@ def by_model(source: str, alone: bool) -> tuple[Algorithm, dict[str, Any]]:
 
 
 def by_program(source: str) -> tuple[Algorithm, dict[str, Any]]:
-    return lambda moving, fixed: (BASELINES[source](Pair("pair", None, None), fixed, moving).transform, {}), {}
+    pair = Pair("pair", Path("fixed"), Path("moving"))
+    return lambda moving, fixed: (BASELINES[source](pair, fixed, moving).transform, {}), {}
 
 
 @torch.no_grad()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from carlreg.cli._shared import IMAGES, REPORT, Overwrite, Quiet, Verbose, check_new, say, set_loudness, working
+
+if TYPE_CHECKING:
+    from carlreg.files.tables import Pair
 
 
 class Kind(str, Enum):
@@ -46,25 +47,6 @@ class FitTo(str, Enum):
 
     network = "network"
     attention = "attention"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A row of the table of pairs; its columns have these names."""
-
-    fixed: Path
-    moving: Path
-    fixed_seg: Path | None = None
-    moving_seg: Path | None = None
-    fixed_mask: Path | None = None
-    moving_mask: Path | None = None
-    fixed_landmarks: Path | None = None
-    moving_landmarks: Path | None = None
-    initial_transform: Path | None = None
-
-    def sources(self) -> dict[str, Any]:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: path for name, path in found.items() if path is not None}
 
 
 def _iterations(text: str) -> int | None:
@@ -208,7 +190,10 @@ def register(
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of them")
     if out is None and transform_out is None and warped_moving_out is None:
         raise typer.BadParameter("nowhere to write to: expected --out, or --transform-out or --warped-moving-out")
+    from carlreg.files.tables import Pair
+
     pair = Pair(
+        "",
         fixed,
         moving,
         fixed_seg,
@@ -249,7 +234,7 @@ def _one(
     with working("reading", quiet) as progress:
         steps = _steps(options["io_iterations"], options["over"], options["device"])
         result = register_pair(
-            **pair.sources(),
+            **pair.files(),
             model=model,
             **options,
             progress=progress.say,
@@ -297,14 +282,17 @@ def _summary(metrics: dict[str, float]) -> str:
 
 def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool, html: bool) -> int:
     """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
-    rows = list(_read_pairs(table))  # all of them, before anything heavy begins
+    from carlreg.files.tables import read_pairs
+
+    rows = read_pairs(table, unique=True)  # all of them, before anything heavy begins
     from carlreg.files.atomic import write_atomically
     from carlreg.model.loaded import load_model
 
     loaded = load_model(model, options["device"])
     out.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
-    for number, (name, pair) in enumerate(rows, start=1):
+    for number, pair in enumerate(rows, start=1):
+        name = pair.name
         say(f"pair {number} of {len(rows)}: {name}", quiet)
         line: dict[str, Any] = {"name": name, "status": "done"}
         try:
@@ -325,41 +313,6 @@ def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite
         quiet and not count["failed"],
     )
     return 1 if count["failed"] else 0
-
-
-def _read_pairs(table: Path) -> Iterator[tuple[str, Pair]]:
-    """Each pair and the name of its folder."""
-    if not table.is_file():
-        raise ValueError(f"{table} does not exist or is a folder; expected a CSV file of pairs: check the path")
-    try:
-        rows = list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8-sig")), skipinitialspace=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{table} is no CSV file ({error}); expected one with the columns fixed and moving") from error
-    known = [field.name for field in fields(Pair)]
-    columns = {column for row in rows for column in row if column is not None}
-    unknown = sorted(columns - {*known, "name"})
-    if not rows or not {"fixed", "moving"} <= columns or unknown:
-        found = f"unknown column {unknown[0]!r}" if unknown else "no rows" if not rows else "no such columns"
-        wanted = f"expected the columns fixed and moving, and if you like name, {', '.join(known[2:])}"
-        raise ValueError(f"{table} has {found}; {wanted}")
-    seen: dict[str, int] = {}
-    for number, row in enumerate(rows, start=2):
-        paths = {key: table.parent / row[key] for key in known if (row.get(key) or "").strip()}
-        if not {"fixed", "moving"} <= paths.keys():
-            raise ValueError(f"{table}, line {number}: fixed or moving is empty; expected a path in both")
-        name = (row.get("name") or "").strip() or f"{_stem(paths['moving'])}_to_{_stem(paths['fixed'])}"
-        if Path(name).name != name or name in (".", ".."):
-            raise ValueError(f"{table}, line {number}: the name {name!r} is no name of a folder; expected one")
-        if name in seen:
-            raise ValueError(
-                f"{table}, lines {seen[name]} and {number}: both would be saved as {name}; give a column 'name'"
-            )
-        seen[name] = number
-        yield name, Pair(**paths)
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".gz").rpartition(".")[0] or path.name
 
 
 def _is_done(folder: Path, pair: Pair) -> bool:

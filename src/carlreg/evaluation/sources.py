@@ -18,7 +18,7 @@ import torch
 
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, PathLike, map_points
-from carlreg.files.tables import FILES, Pair, stem
+from carlreg.files.tables import FILES, SIDES, Pair, stem
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform, invert_matrix
 
 WorldMap = WorldTransform | ItkTransform
@@ -210,6 +210,8 @@ def pairs_of(folder: PathLike) -> list[Pair]:
         inputs = _read_json(report).get("inputs", {})
         name = str(report.parent.relative_to(folder)) if report.parent != Path(folder) else stem(folder)
         files: dict[str, Any] = {column: _path(inputs, column) for column in FILES}
+        for side in SIDES:
+            files[side] = files[side] or report.parent / f"{side} image, given in memory"
         pairs.append(Pair(name, **files))
     if not pairs:
         raise ValueError(f"{folder} holds no report.json of `carl register`; expected results, or give a CSV of pairs")

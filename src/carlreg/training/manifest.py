@@ -10,14 +10,18 @@ do.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import logging
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from carlreg.errors import InputError
+from carlreg.files import tables
+from carlreg.files.tables import IMAGE_COLUMNS, SPLITS, read_table, require_files
 
 PathLike = str | os.PathLike[str]
 
@@ -37,18 +41,17 @@ ENDINGS = (
     ".bmp",
 )
 LABELS = "_labels"
-SPLITS = ("train", "val", "test")
-OF_IMAGES = {"image", "labels", "split"}
-OF_PAIRS = {"fixed", "moving", "fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks", "split"}
+PAIR_COLUMNS = {"name", "fixed", "moving", "fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks", "split"}
 FRACTION = 0.1
 """Of the images, kept for validation where nothing else is said."""
 ENOUGH = 6
 """Images from which on some are kept for validation where nothing else is said."""
 
 log = logging.getLogger(__name__)
+Row = TypeVar("Row", tables.Scan, tables.Pair)
 
 
-class DatasetError(ValueError):
+class DatasetError(InputError):
     """Training material that cannot be used. One line: which file, what was found, what to do."""
 
 
@@ -217,76 +220,33 @@ def _stem(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> dict[str, Cohort]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not text; expected a CSV file, or a folder of images") from error
-    header = lines[0] if lines else ""
-    rows = list(csv.DictReader(lines, delimiter=max(",;\t", key=header.count), skipinitialspace=True))
-    columns = {name.strip() for name in (rows[0] if rows else {}) if name}
-    if not rows:
-        raise DatasetError(f"{path} has no rows; expected a line with column names and one for each image or pair")
-    if "image" in columns:
-        known = OF_IMAGES
-    elif {"fixed", "moving"} <= columns:
-        known = OF_PAIRS
-    else:
-        raise DatasetError(
-            f"{path} has the columns {', '.join(sorted(columns))}; expected 'image', or 'fixed' and 'moving'"
-        )
-    if columns - known:
-        log.warning("%s: not used are the columns %s", path, ", ".join(sorted(columns - known)))
-    splits: dict[str, list[dict[str, Path | None]]] = {}
-    for number, row in enumerate(rows, start=2):
-        cells = {str(name).strip(): (value or "").strip() for name, value in row.items() if name in row and name}
-        split = cells.get("split", "") if "split" in columns else "all"
-        if split not in (*SPLITS, "all"):
-            raise DatasetError(f"{path}, line {number}: split is {split!r}; expected 'train', 'val' or 'test'")
-        for name in ("image",) if known is OF_IMAGES else ("fixed", "moving"):
-            if not cells[name]:
-                raise DatasetError(f"{path}, line {number}: no {name}; expected a path in each row")
-        paths = {name: path.parent / cells[name] if cells.get(name) else None for name in known - {"split"}}
-        splits.setdefault(split, []).append(paths)
-    _check_files((p for paths in splits.values() for row in paths for p in row.values() if p is not None), path)
-    make = _any_two if known is OF_IMAGES else _given_pairs
-    return {split: make(rows, path) for split, rows in splits.items()}
+    table = read_table(path, {*IMAGE_COLUMNS, *PAIR_COLUMNS})
+    if "image" in table.columns:
+        images = table.images()
+        require_files((file for one in images for file in (one.image, one.labels)), path)
+        return {split: Cohort(tuple(Case(one.image, one.labels) for one in part)) for split, part in _by_split(images)}
+    pairs = table.pairs()
+    require_files((file for pair in pairs for file in pair.files().values()), path)
+    return {split: _cohort(part, path) for split, part in _by_split(pairs)}
 
 
-def _any_two(rows: Sequence[dict[str, Path | None]], path: Path) -> Cohort:
-    cases = [Case(_there(row["image"]), row["labels"]) for row in rows]
-    seen: set[Path] = set()
-    for case in cases:
-        if case.image in seen:
-            raise DatasetError(f"{path} has {case.image} twice; expected each image once")
-        seen.add(case.image)
-    return Cohort(tuple(cases))
+def _by_split(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """The rows of each split, or of "all" in a table without splits."""
+    return [
+        (split or "all", [row for row in rows if row.split == split]) for split in dict.fromkeys(r.split for r in rows)
+    ]
 
 
-def _given_pairs(rows: Sequence[dict[str, Path | None]], path: Path) -> Cohort:
+def _cohort(rows: Sequence[tables.Pair], path: Path) -> Cohort:
     numbers: dict[Case, int] = {}
     pairs = []
     for row in rows:
-        two = [Case(_there(row[side]), row[f"{side}_seg"]) for side in ("moving", "fixed")]
-        moving, fixed = (numbers.setdefault(case, len(numbers)) for case in two)
-        landmarks = [row[f"{side}_landmarks"] for side in ("moving", "fixed")]
-        if (landmarks[0] is None) != (landmarks[1] is None):
-            raise DatasetError(
-                f"{path} has landmarks for one image only of the pair {two[1].image}, {two[0].image}; "
+        moving, fixed = Case(row.moving, row.moving_seg), Case(row.fixed, row.fixed_seg)
+        if (row.moving_landmarks is None) != (row.fixed_landmarks is None):
+            raise InputError(
+                f"{path} has landmarks for one image only of the pair {fixed.image}, {moving.image}; "
                 "expected them for both"
             )
-        pairs.append(Pair(moving, fixed, *landmarks))
+        first, second = (numbers.setdefault(case, len(numbers)) for case in (moving, fixed))
+        pairs.append(Pair(first, second, row.moving_landmarks, row.fixed_landmarks))
     return Cohort(tuple(numbers), tuple(pairs))
-
-
-def _there(path: Path | None) -> Path:
-    assert path is not None  # each row was checked
-    return path
-
-
-def _check_files(paths: Iterable[Path], source: Path) -> None:
-    missing = [path for path in dict.fromkeys(paths) if not path.exists()]
-    if missing:
-        more = f", and {len(missing) - 1} more of its files" if len(missing) > 1 else ""
-        raise DatasetError(
-            f"{source} names {missing[0]}, which does not exist{more}: paths are relative to the CSV file"
-        )
