@@ -1,13 +1,12 @@
 # make test   creates .venv, installs carlreg with what its tests need, and runs them
 # make demo   in the same environment, registers two synthetic patients and says how well it went
 # make docs   the documentation as a website in site/, every link checked
-# make viewer fetches NiiVue with npm for `carl view`, where the installation could not
 # make lint   ruff and mypy, in the same environment
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo docs viewer lint format clean
+.PHONY: test demo docs lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -17,9 +16,6 @@ demo: $(READY)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/build.py
-
-viewer:
-	$(PYTHON) src/carlreg/show/viewer/fetch.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

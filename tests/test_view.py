@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import os
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import threading
 import urllib.request
 import zipfile
@@ -36,13 +34,10 @@ from carlreg.show import (  # noqa: E402
     report,
     viewer,
 )
-from carlreg.show.viewer import fetch as fetching  # noqa: E402
 from carlreg.show.viewer import server as served  # noqa: E402
-from carlreg.show.viewer.fetch import SCRIPT  # noqa: E402
 from carlreg.show.viewer.scene import nifti  # noqa: E402
 
 FLIP = np.array([-1.0, -1.0, 1.0])
-needs_niivue = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs NiiVue: make viewer")
 
 
 def save(folder: Path, dim: int = 3, ending: str = ".nii.gz") -> Path:
@@ -268,13 +263,10 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[object], message: st
     assert len(err.strip().splitlines()) == 1, err
 
 
-def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, ["view", tmp_path], f"{tmp_path} is no registration: it has no transform.h5; expected a folder")
     refused(capsys, ["view", tmp_path / "no"], "there is no such folder; expected a folder that `carl register` wrote")
     refused(capsys, ["view", out / "report.json"], "is no registration")
-    monkeypatch.setattr(served, "SCRIPT", tmp_path / "niivue.js")
-    refused(capsys, ["view", out], f"open {out / 'report.html'} instead, or, in a source checkout with npm")
-    (tmp_path / "niivue.js").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -283,7 +275,6 @@ def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["view", str(out), "--port", "99999"]) == 2
 
 
-@needs_niivue
 def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
     """With no browser, no UTF-8, no colours and no width: the address is printed all the same."""
     surroundings = {key: v for key, v in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
@@ -311,35 +302,13 @@ def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
 # ---- the package ----------------------------------------------------------------------------------------------------
 
 
-def test_only_the_file_that_was_chosen_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for npm: its file is checked, and nothing is left of a wrong one."""
-    script, tool = tmp_path / "vendor" / "niivue.umd.js", tmp_path / "bin" / "npm"
-    monkeypatch.setattr(fetching, "SCRIPT", script)
-    monkeypatch.setenv("PATH", str(tool.parent))
-    with pytest.raises(RuntimeError, match="there is no npm; install Node"):
-        fetching.fetch()
-    (tmp_path / "package" / "dist").mkdir(parents=True)
-    (tmp_path / "package" / "dist" / "niivue.umd.js").write_bytes(b"draw()")
-    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
-        archive.add(tmp_path / "package", "package")
-    tool.parent.mkdir()
-    # npm runs in the folder that the archive goes to
-    tool.write_text(f"#!/bin/sh\n/bin/cp '{tmp_path}/a.tgz' niivue.tgz\n", encoding="utf-8")
-    tool.chmod(0o755)
-    with pytest.raises(RuntimeError, match="its checksum differs"):
-        fetching.fetch()
-    assert not script.exists()
-    monkeypatch.setattr(fetching, "SHA256", hashlib.sha256(b"draw()").hexdigest())
-    assert fetching.fetch().read_bytes() == b"draw()"
-    assert os.listdir(script.parent) == [script.name]
-    tool.write_text("#!/bin/sh\necho 'no network' >&2; exit 1\n", encoding="utf-8")
-    assert fetching.fetch() == script  # it is there: npm is not asked
-    script.write_bytes(b"old")
-    with pytest.raises(RuntimeError, match="no network; run `make viewer` where npm works"):
-        fetching.fetch()
+def test_niivue_is_the_pinned_file() -> None:
+    folder = Path(viewer.__file__).parent / "vendor"
+    checksum, name = (folder / "SHA256SUMS").read_text(encoding="utf-8").split()
+    assert sha256(folder / name) == checksum
+    assert "niivue 0.69.0" in (folder / "LICENSE").read_text(encoding="utf-8")
 
 
-@needs_niivue
 def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     root = Path(__file__).parent.parent
@@ -348,10 +317,10 @@ def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-    for part in ("viewer/vendor/niivue.umd.js", "viewer/page.js", "viewer/NIIVUE-LICENSE", "report/page.js"):
-        source = root / "src" / "carlreg" / part
-        assert sizes[f"carlreg/{part}"] == source.stat().st_size, part
-    assert min(sizes[f"carlreg/weights/{name}.safetensors"] for name in ("carl-base", "carl-rot")) > 1e6
+    for part in ("viewer/vendor/niivue.umd.js", "viewer/vendor/LICENSE", "viewer/page.js", "report/page.js"):
+        source = root / "src" / "carlreg" / "show" / part
+        assert sizes[f"carlreg/show/{part}"] == source.stat().st_size, part
+    assert min(sizes[f"carlreg/model/weights/{name}.safetensors"] for name in ("carl-base", "carl-rot")) > 1e6
     assert wheel.stat().st_size < 40e6
     assert not [name for name in sizes if name.startswith(("tests/", "docs/"))]
 
@@ -374,7 +343,6 @@ def crosshair(page: Any, side: str) -> np.ndarray:
 
 @pytest.mark.browser
 @needs_browser
-@needs_niivue
 def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> None:
     fixed = to_closest_ras(images.read(out.parent / "fixed.nii.gz"))
     transform, inverse = (transform_files.read(out / f"{name}transform.h5") for name in ("", "inverse_"))
@@ -431,7 +399,6 @@ def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> N
 
 @pytest.mark.browser
 @needs_browser
-@needs_niivue
 def test_two_dimensions(tmp_path: Path) -> None:
     out = save(tmp_path, dim=2)
     with running(out) as server, chromium(*WEBGL) as page:
@@ -450,7 +417,6 @@ def test_two_dimensions(tmp_path: Path) -> None:
 
 @pytest.mark.browser
 @needs_browser
-@needs_niivue
 def test_without_webgl_the_page_says_so(server: viewer.Server) -> None:
     with chromium(*NO_WEBGL) as page:
         page.open(server.url)

@@ -21,12 +21,17 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
-from carlreg.show.viewer.fetch import SCRIPT
+from carlreg.errors import InputError
 from carlreg.show.viewer.scene import RAS, Scene, find, nifti
 
 HOST = "127.0.0.1"
 REPORT = "report.html"
-PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
+PAGE = {
+    "": ("page.html", "text/html"),
+    "page.css": ("page.css", "text/css"),
+    "page.js": ("page.js", "text/javascript"),
+    "niivue.js": ("vendor/niivue.umd.js", "text/javascript"),
+}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -81,8 +86,6 @@ class Server(ThreadingHTTPServer):
         if path in PAGE:
             name, kind = PAGE[path]
             return f"{kind}; charset=utf-8", (part / name).read_bytes()
-        if path == "niivue.js":
-            return "text/javascript; charset=utf-8", SCRIPT.read_bytes()
         with self.lock:
             if path == "scene.json":
                 report = (self.scene.folder / REPORT).is_file()
@@ -103,17 +106,12 @@ def serve(folder: str | os.PathLike[str], *, port: int = 0) -> Server:
     ...     server.serve_forever()
     """
     scene = find(folder)
-    if not SCRIPT.is_file():
-        raise RuntimeError(
-            f"this installation was made without NiiVue, which draws the viewer; open {scene.folder / REPORT} instead, "
-            "or, in a source checkout with npm, run `make viewer`"
-        )
     try:
         return Server(scene, port)
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             why = "is in use" if error.errno == errno.EADDRINUSE else "may not be used by you"
-            raise RuntimeError(f"port {port} {why}; choose another, or leave --port out for a free one") from error
+            raise InputError(f"port {port} {why}; choose another, or leave --port out for a free one") from error
         raise
 
 
