@@ -15,7 +15,7 @@ from carlreg.fast.precision import full_precision
 from carlreg.files.images import Image, ImageError, Matrix, _check_finite, _times, check_same_grid, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.resizing import averaging, resize, resize_labels
-from carlreg.model.loaded import CT_RANGE, LoadedModel
+from carlreg.model.loaded import CT_RANGE, LoadedModel, Prepare
 
 LEAST_SIDE = 4
 PERCENTILES = (0.1, 99.9)
@@ -215,6 +215,10 @@ def prepare_pair(
     cut to what is shown first, unless the model is one for `whole` images; if the moving image is seen through a first
     guess (`guessed`), both are cut alike, so that the guess remains the identity.
     """
+    if model.prepare is not None:
+        given = ((fixed, fixed_mask), (moving, moving_mask))
+        f, m = (_prepared_by(model.prepare, image, mask, device) for image, mask in given)
+        return f, m
     scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
     frames, view = _frames(scans, model, guessed)
     if frames is None:
@@ -222,6 +226,13 @@ def prepare_pair(
     else:
         f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
     return f, m
+
+
+def _prepared_by(prepare: Prepare, image: Image, mask: Image | None, device: torch.device) -> Prepared:
+    """The whole image as `prepare` makes it; what the mask is for is up to `prepare`."""
+    tensor, note = prepare(image, mask)
+    upright = to_closest_ras(image)
+    return Prepared(upright, tensor.to(device), None, note, upright.shape, "whole")
 
 
 def _frames(scans: Sequence[_Scan], model: LoadedModel, guessed: bool) -> tuple[list[Frame] | None, str]:

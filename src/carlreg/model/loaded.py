@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from carlreg.fast.devices import choose_device
 from carlreg.files.checksums import sha256
+from carlreg.files.images import Image
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load, read_metadata
 from carlreg.model.shipped import DEFAULT, SHORT, WEIGHTS, available
 
 CT_RANGE = (-1000.0, 1000.0)
 """Air and dense bone, in Hounsfield units."""
+
+Prepare = Callable[[Image, Image | None], tuple[Tensor, str]]
+"""From an image and its mask, if any, to the tensor (1, 1, *grid) that a network sees, and a note for the report. The
+tensor spans the whole image, in the axis order closest to RAS."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +45,8 @@ class LoadedModel:
     """Whether to look first if the images are turned against each other."""
     whole: bool = False
     """Whether empty margins stay, however wide they are: networks of the paper's authors were trained with them."""
+    prepare: Prepare | None = None
+    """How images are prepared instead of as described above, for example as the paper prepares one of its datasets."""
 
 
 AUTO = "auto"

@@ -240,7 +240,7 @@ def _check_choices(
 
 def _look(case: Case, loaded: LoadedModel, place: torch.device) -> tuple[Look, WorldTransform]:
     """At both scans with the same cubic voxels: what was seen, and the rigid map of the world."""
-    common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM)
+    common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM, prepare=None)
     f, m = case.prepared_for(common, torch.device("cpu") if place.type == "mps" else place, masks=False)
     seen = look(m.tensor, f.tensor)
     unit = np.eye(case.fixed.dim + 1)
