@@ -1,18 +1,22 @@
-# make test   creates .venv, installs carlreg with what its tests need, and runs them
-# make demo   in the same environment, registers two synthetic patients and says how well it went
-# make docs   the documentation as a website in site/, every link checked
-# make lint   ruff and mypy, in the same environment
+# make test     create .venv, install carlreg with what its tests need, and run them
+# make demo     register two synthetic patients in the same environment and report how well it went
+# make figures  rebuild every table and plot of the pages from the result files
+# make docs     build the documentation as a website in site/ and check every link
+# make lint     ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo docs lint format clean
+.PHONY: test demo figures docs lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 demo: $(READY)
 	$(VENV)/bin/carl demo --overwrite $(ARGS)
+
+figures: $(READY)
+	$(VENV)/bin/python experiments/figures.py
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/build.py

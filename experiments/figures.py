@@ -1,0 +1,604 @@
+"""Rebuild every table and plot that the pages show, from the result files alone: `make figures`.
+
+    python experiments/figures.py            # rewrite tables and plots that differ
+    python experiments/figures.py --check    # change nothing; list what differs and exit with 1
+
+A page marks the place of a table with `<!-- table: NAME -->` and `<!-- end of table -->`; what stands between them is
+replaced by what the function of that name in this file returns. Tables are compared byte for byte, plots with a
+tolerance, since fonts and libraries differ between machines. Pictures of scans need the scans and are not rebuilt here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = ROOT / "experiments"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TOLERANCE = 0.02
+"""Largest mean difference between two plots, as a share of the range of intensities."""
+
+Table = Callable[[], str]
+TABLES: dict[str, Table] = {}
+
+
+def table(function: Callable[[], Iterable[Sequence[str]]]) -> Callable[[], Iterable[Sequence[str]]]:
+    """Register a table: the function yields its rows, the header first."""
+
+    def text() -> str:
+        header, *rows = function()
+        lines = [header, ["---"] * len(header), *rows]
+        return "".join(
+            "|" + "|".join("---" if cell == "---" else f" {cell} " for cell in line) + "|\n" for line in lines
+        )
+
+    TABLES[function.__name__] = text
+    return function
+
+
+def result(path: str) -> Any:
+    """A result file, by its path under experiments/."""
+    return json.loads((HERE / path).read_text(encoding="utf-8"))
+
+
+def benchmark(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def three(values: Iterable[float]) -> list[str]:
+    return [f"{value:.3f}" for value in values]
+
+
+def number(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+def timings() -> Iterator[tuple[str, ...]]:
+    """What was timed, our time, the plain way's, their ratio, our memory, the plain way's."""
+
+    def row(
+        what: str, ours: float, plain: float, unit: str = "ms", memory: str = "", other: str = ""
+    ) -> tuple[str, ...]:
+        return what, f"{number(ours)} {unit}", f"{number(plain)} {unit}", f"{plain / ours:.1f}", memory, other
+
+    gpu, cpu = benchmark("gpu"), benchmark("cpu")
+    trained = next(entry for entry in gpu["attention"] if entry["features"] == "trained")
+    for what, key in (("forward", "forward_ms"), ("forward and backward", "forward_backward_ms")):
+        yield row(f"attention, one direction, {what}", trained["ours"][key], trained["plain"][key])
+    for what, name in (
+        ("network, one direction, side {}", "forward"),
+        ("instance optimisation step, side {}", "instance_optimisation_step"),
+        ("training step, side {}, four pairs, two refinements", "training_step"),
+    ):
+        entry = gpu[name]
+        side = entry["side"] if "side" in entry else entry["ours"]["side"]
+        measured = entry.get("without_graph", entry["ours"])  # memory of a CUDA graph is not counted
+        memory, other = (f"{one['peak_gb']:.1f} GB" for one in (measured, entry["plain"]))
+        yield row(what.format(side), entry["ours"]["ms"], entry["plain"]["ms"], "ms", memory, other)
+    both, alone = cpu["both_directions"]["ours"], cpu["both_directions"]["one_after_the_other"]
+    what = f"both directions on the CPU, side {cpu['both_directions']['side']}"
+    yield row(what, both["seconds"], alone["seconds"], "s", f"{both['peak_resident_gb']:.1f} GiB")
+
+
+@table
+def speed() -> Iterator[Sequence[str]]:
+    yield "what", "carlreg", "plain", "ratio", "memory", "plain memory"
+    yield from timings()
+
+
+@table
+def speed_in_short() -> Iterator[Sequence[str]]:
+    yield "what", "carlreg", "plain", "ratio"
+    yield from (row[:4] for row in list(timings())[2:5])
+
+
+@table
+def sides() -> Iterator[Sequence[str]]:
+    yield "side", "both directions", "memory", "optimisation step", "step memory"
+    for entry in benchmark("gpu")["sweep"]:
+        yield (
+            str(entry["side"]),
+            f"{number(entry['both_directions_ms'])} ms",
+            f"{entry['both_directions_gb']:.1f} GB",
+            f"{number(entry['step_ms'])} ms",
+            f"{entry['step_gb']:.1f} GB",
+        )
+
+
+@table
+def attention_accuracy() -> Iterator[Sequence[str]]:
+    yield "features", "worst, 10⁻³ voxels", "mean, 10⁻³ voxels", "query gradient", "key gradient"
+    for entry in benchmark("gpu")["attention"]:
+        measured = entry["accuracy"]
+        distances = [f"{1e3 * measured[key]:.2f}" for key in ("worst_voxels", "mean_voxels")]
+        gradients = [f"{100 * measured[key]:.2f} %" for key in ("query_gradient_relative", "key_gradient_relative")]
+        yield entry["features"], *distances, *gradients
+
+
+# ---- the trained models ---------------------------------------------------------------------------------------------
+
+SETS = {
+    "brain": "brain, 14 subcortical structures",
+    "abdomen": "abdomen, 13 organs",
+    "hippocampus": "hippocampus, 2 parts",
+}
+
+
+@table
+def base_at_the_grid() -> Iterator[Sequence[str]]:
+    yield "", "pairs", "before", "after, network alone", "folds, %"
+    scores = result("base/results/scores.json")["val"]["network"]
+    for key, name in SETS.items():
+        row = scores[key]
+        yield name, str(row["pairs"]), *three([row["before"], row["dice"], row["folds"]])
+
+
+@table
+def base_in_own_space() -> Iterator[Sequence[str]]:
+    yield (
+        *("", "pairs", "headers", "boxes", "network", "optimised"),
+        *("folds, %, network", "folds, %, optimised", "s, network", "s, optimised"),
+    )
+    rows = result("native/results/native.json")["rows"]
+    for key, name in SETS.items():
+        network, fields = ([r for r in rows if r["set"] == key and r["kind"] == kind] for kind in ("network", "fields"))
+        before = three(mean(r[f"before_{how}"] for r in fields) for how in ("headers", "stretched"))
+        after = three(mean(r["after"] for r in kind) for kind in (network, fields))
+        folds = three(mean(r["metrics"]["folds_percent"] for r in kind) for kind in (network, fields))
+        seconds = [f"{median(r['command_seconds'] for r in kind):.0f}" for kind in (network, fields)]
+        yield name, str(len(fields)), *before, *after, *folds, *seconds
+
+
+@table
+def rot_at_all_angles() -> Iterator[Sequence[str]]:
+    yield "", "upright", "over all angles"
+    for words, name in (("network alone", "rot"), ("fields optimised", "rot-optimised")):
+        rows = result(f"rotation/results/turned-{name}.json")["rows"]
+        dice = [mean(row["dice"]) for row in rows]
+        (upright,) = (mean(row["dice"]) for row in rows if not row["degrees"])
+        yield words, f"{upright:.3f}", f"{min(dice):.3f} to {max(dice):.3f}"
+
+
+@table
+def base_beside_others() -> Iterator[Sequence[str]]:
+    yield (
+        *("", "brain", "abdomen, 13 organs", "abdomen, 5 organs", "hippocampus"),
+        *("folds, % (brain, abdomen, hippocampus)", "steps"),
+    )
+    for name, ending, steps in (
+        ("carl-base 4", "", "17 200, over four runs"),
+        ("carl-base 3", "-4", "13 300, over three runs"),
+        ("carl-base 2", "-3", "8 600, over two runs"),
+        ("GradICON, 10.1 M parameters", "-grad", "20 100, over three runs"),
+        ("GradICON after its second run", "-grad-2", "14 300, over two runs"),
+        ("GradICON after its first run", "-grad-1", "5 800, anew"),
+        ("CARL without abdomens", "-left", "3 300, anew"),
+        ("carl-base 3 with Ψ3", "-refine", "900 more"),
+    ):
+        scores = result(f"base/results/scores{ending}.json")["val"]["network"]
+        dice = [scores["brain"]["dice"], scores["abdomen"]["dice"], scores["abdomen"]["dice_five"]]
+        folds = ", ".join(f"{scores[key]['folds']:.4f}" for key in SETS)
+        yield name, *three([*dice, scores["hippocampus"]["dice"]]), folds, steps
+
+
+@table
+def unseen_anatomy() -> Iterator[Sequence[str]]:
+    yield "", "13 organs", "5 organs", "folds, %"
+    names = {
+        "boxes": "boxes laid onto one another",
+        "affine": "closed-form affine map of its own attention",
+        "network": "network",
+        "optimised": "network, then the fields optimised",
+    }
+    for key, row in result("base/results/unseen.json")["means"].items():
+        yield names[key], *three([row["dice"], row["dice_five"]]), f"{row['folds']:.4f}"
+
+
+def tuned(*names: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Scores of tune_fields.py by the ending of their file, settings and set."""
+    return {
+        (name, json.dumps(row["settings"]), row["set"]): row
+        for name in names
+        for row in result(f"base/results/fields{name}.json")["rows"]
+    }
+
+
+@table
+def field_settings() -> Iterator[Sequence[str]]:
+    yield "", "abdomen, 13 organs", "5 organs", "brain", "hippocampus"
+    rows = tuned("", "-3")
+    tried: list[tuple[str, str, dict[str, float]]] = [
+        ("the network alone", "", {"steps": 0}),
+        ("window of 4 voxels, as in training", "-3", {}),
+        ("3", "-3", {"sigma": 3.0}),
+        ("**2**", "", {}),
+        ("1.5", "", {"window": 1.5}),
+        ("2, weight of the regulariser 3 instead of 1.5", "", {"weight": 3.0}),
+        ("2, 0.75", "", {"weight": 0.75}),
+        ("2, twice as many steps", "", {"steps": 40}),
+        ("2, one coarser grid more", "-3", {"levels": 4, "sigma": 2.0}),
+        ("2, on grids of 48, 24 and 12 voxels a side", "-3", {"side": 48, "sigma": 2.0}),
+        *((f"2, held near the start: {weight:g}", "", {"stay": weight}) for weight in (0.003, 0.01, 0.03, 0.1)),
+    ]
+    for words, name, settings in tried:
+        abdomen, brain, parts = (rows[name, json.dumps(settings), key] for key in ("abdomen", "brain", "hippocampus"))
+        yield words, *three([abdomen["dice"], abdomen["dice_five"], brain["dice"], parts["dice"]])
+
+
+@table
+def field_settings_4() -> Iterator[Sequence[str]]:
+    yield "", "abdomen, 13 organs", "5 organs", "brain"
+    rows = tuned("-4")
+    tried: list[tuple[str, dict[str, float]]] = [
+        ("the network alone", {"steps": 0}),
+        ("window of 2 voxels, weight 1.5", {}),
+        ("1.5, 1.5", {"window": 1.5}),
+        ("**1.5, 0.75**", {"window": 1.5, "weight": 0.75}),
+    ]
+    for words, settings in tried:
+        abdomen, brain = (rows["-4", json.dumps(settings), key] for key in ("abdomen", "brain"))
+        yield words, *three([abdomen["dice"], abdomen["dice_five"], brain["dice"]])
+
+
+@table
+def small_scans() -> Iterator[Sequence[str]]:
+    yield "hippocampus, on half the grid", "Dice"
+    rows = tuned("-4", "-4h")
+    half: dict[str, float] = {"side": 48}
+    narrow = {"window": 1.5, "weight": 0.75}
+    tried: list[tuple[str, dict[str, float]]] = [
+        ("the network alone", {"steps": 0}),
+        ("window of 2 voxels, weight 1.5", half),
+        ("the same with weight 6", {**half, "weight": 6}),
+        ("with half the steps", {**half, "steps": 10}),
+        ("on two grids instead of three", {**half, "levels": 2}),
+        ("on one", {**half, "levels": 1}),
+        ("on one, window of 1.5, weight 0.75", {**half, "levels": 1, **narrow}),
+        ("the same at a quarter of the rate", {**half, "levels": 1, "learning_rate": 0.25, **narrow}),
+        ("**at a tenth of the rate**", {**half, "levels": 1, "learning_rate": 0.1, **narrow}),
+        (
+            "at a tenth of the rate, with half the steps",
+            {**half, "levels": 1, "learning_rate": 0.1, "steps": 10, **narrow},
+        ),
+    ]
+    for words, settings in tried:
+        found = (rows.get((name, json.dumps(settings), "hippocampus")) for name in ("-4h", "-4"))
+        row = next(one for one in found if one is not None)
+        yield words, f"{row['dice']:.3f}"
+
+
+@table
+def encoder_widths() -> Iterator[Sequence[str]]:
+    yield "width", "brain", "abdomen, 13 organs", "hippocampus"
+    for width in (32, 64, 96):
+        scores = result(f"base/results/scores-width-{width}.json")["dev"]["network"]
+        yield str(width), *three(scores[key]["dice"] for key in SETS)
+
+
+# ---- accuracy beside other programs ---------------------------------------------------------------------------------
+
+PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
+
+
+@table
+def accuracy() -> Iterator[Sequence[str]]:
+    yield (
+        *("", "pairs", "boxes", "CARL", "with optimisation"),
+        *(*PROGRAMS, "CARL − ANTs, better on"),
+    )
+    text = (HERE / "accuracy/results/table.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    cells = {(line[0], line[1]): line[2:] for line in lines[1:]}
+    for task in dict.fromkeys(task for task, _ in cells):
+        ours = [cells[task, method] for method in ("boxes laid onto one another", "CARL", "CARL with optimisation")]
+        others = [cells[task, method][1] if (task, method) in cells else "" for method in PROGRAMS]
+        note = next(line for line in text.splitlines() if line.startswith(f"- {task}: ") and f"− {PROGRAMS[0]}" in line)
+        difference, better = re.findall(r"is (\S+) Dice.*better on (.*) pairs", note)[0]
+        yield task, ours[0][0], *(row[1] for row in ours), *others, f"{difference}, {better}"
+
+
+# ---- shifts and rotations -------------------------------------------------------------------------------------------
+
+AXES = ("left to right", "back to front", "bottom to top")
+
+
+def shifts(way: str) -> Iterator[Sequence[str]]:
+    yield "shift, voxels", *map(str, (0, 3, 7, 13, 20, 29, 38, 48))
+    methods = result(f"moved/results/shifts-{way}.json")["methods"]
+    for name in ("carl-base", "gradicon"):
+        for axis in AXES:
+            yield f"{name}, {axis}", *three(mean(r["dice"]) for r in methods[name]["rows"] if r["axis"] == axis)
+    if "ANTs" not in methods:
+        return
+    ants, base = methods["ANTs"], methods["carl-base"]
+    shared = [base["pairs"].index(pair) for pair in ants["pairs"]]
+    yield f"ANTs SyNQuick on {len(shared)} pairs, {AXES[0]}", *three(mean(row["dice"]) for row in ants["rows"])
+    same = ([row["dice"][n] for n in shared] for row in base["rows"] if row["axis"] == AXES[0])
+    yield f"carl-base on these {len(shared)}, {AXES[0]}", *three(map(mean, same))
+    for axis in AXES:
+        visible = (mean(row["visible"]) for row in base["rows"] if row["axis"] == axis)
+        yield f"in view, {axis}", *(f"{100 * share:.0f} %" for share in visible)
+
+
+@table
+def shifts_in_own_boxes() -> Iterable[Sequence[str]]:
+    return shifts("96")
+
+
+@table
+def shifts_with_room() -> Iterable[Sequence[str]]:
+    return shifts("160-seen-96")
+
+
+@table
+def shifts_cropped() -> Iterable[Sequence[str]]:
+    return shifts("160-cropped-96")
+
+
+@table
+def shifts_in_a_cube() -> Iterable[Sequence[str]]:
+    return shifts("192")
+
+
+@table
+def untrained_shifts() -> Iterator[Sequence[str]]:
+    yield "shift, voxels", "4", "8", "16", "24"
+    for name, curve in result("shift/results.json")["errors"].items():
+        yield name, *(f"{curve[n]:.2g}" for n in (4, 8, 16, 24))
+
+
+RETINA_ANGLES = ("0", "15", "30", "45", "90", "135", "180")
+NETWORKS = {
+    "rot": "CARL{ROT}",
+    "CARL": "CARL",
+    "displacement": "displacement",
+    "outside": "CARL{ROT}, augmented outside the loss",
+}
+
+
+def over_angles(label: str, scores: Mapping[str, list[float]]) -> Sequence[str]:
+    return label, *three(mean(scores[angle]) for angle in RETINA_ANGLES)
+
+
+@table
+def turned_retinas() -> Iterator[Sequence[str]]:
+    yield "degrees", *RETINA_ANGLES
+    runs = result("rotation/results/runs.json")
+    yield over_angles("unregistered", runs["unregistered"])
+    for run in runs["runs"]:
+        yield over_angles(NETWORKS[run["network"]], run["dice"])
+
+
+@table
+def turned_retinas_optimised() -> Iterator[Sequence[str]]:
+    yield "degrees", *RETINA_ANGLES
+    sweep = result("rotation/results/sweep.json")
+    for network in ("rot", "CARL", "displacement"):
+        yield over_angles(f"{NETWORKS[network]}, alone", sweep["network"][network])
+        yield over_angles(f"{NETWORKS[network]}, with 50 steps", sweep["optimised"][network])
+
+
+def turned_brains(methods: Mapping[str, str]) -> Iterator[Sequence[str]]:
+    angles = (0, 15, 30, 45, 60, 90, 135, 180)
+    yield "degrees", *map(str, angles)
+    for name, words in methods.items():
+        rows = result(f"rotation/results/turned-{name}.json")["rows"]
+        for plane in ("sagittal", "coronal", "axial"):
+            dice = {row["degrees"]: mean(row["dice"]) for row in rows if row["plane"] == plane or not row["degrees"]}
+            if len(dice) > 1:
+                yield f"{words}, {plane}", *(f"{dice[angle]:.3f}" if angle in dice else "" for angle in angles)
+
+
+@table
+def turned_brains_optimised() -> Iterable[Sequence[str]]:
+    names = {"base": "carl-base", "auto": "auto", "rot": "carl-rot", "gradicon": "GradICON"}
+    return turned_brains({f"{key}-optimised": words for key, words in names.items()} | {"ANTs": "ANTs SyNQuick"})
+
+
+@table
+def turned_brains_alone() -> Iterable[Sequence[str]]:
+    return turned_brains({"base": "carl-base alone", "rot": "carl-rot alone", "gradicon": "GradICON alone"})
+
+
+# ---- the paper's smaller experiments --------------------------------------------------------------------------------
+
+RETINA_SETS = ("Baseline", "Shift", "Scale Shift")
+
+
+@table
+def retina_in_short() -> Iterator[Sequence[str]]:
+    yield "trained on Baseline", "runs", *RETINA_SETS
+    runs = result("retina/results/runs.json")
+    yield "unregistered", "", *three(mean(runs["unregistered"][name]) for name in RETINA_SETS)
+    for network in ("displacement", "Ξ", "CARL"):
+        chosen = [run for run in runs["runs"] if run["network"] == network and run["trained on"] == "Baseline"]
+        yield network, str(len(chosen)), *three(mean(mean(r["dice"][name]) for r in chosen) for name in RETINA_SETS)
+
+
+@table
+def retina() -> Iterator[Sequence[str]]:
+    yield "trained on → tested on", "unregistered", "displacement", "Ξ", "CARL"
+    runs = result("retina/results/runs.json")
+    combinations = [(name, name) for name in RETINA_SETS] + [("Baseline", name) for name in RETINA_SETS[1:]]
+    for trained, tested in sorted(combinations, key=lambda pair: RETINA_SETS.index(pair[1])):
+        cells = [f"{mean(runs['unregistered'][tested]):.3f}"]
+        for network in ("displacement", "Ξ", "CARL"):
+            chosen = [r for r in runs["runs"] if r["network"] == network and r["trained on"] == trained]
+            scores = [mean(run["dice"][tested]) for run in sorted(chosen, key=lambda run: run["seed"])]
+            cells.append(f"{mean(scores):.3f} ({', '.join(three(scores))})")
+        yield f"{trained} → {tested}", *cells
+
+
+@table
+def retina_equivariance() -> Iterator[Sequence[str]]:
+    errors = result("retina/results/look.json")["equivariance"]
+    columns = [errors["shifts_pixels"].index(n) for n in (4, 13, 24, 37, 48)]
+    yield "shift, pixels", *(str(errors["shifts_pixels"][n]) for n in columns)
+    for network in ("CARL", "displacement"):
+        for kind in ("[W, U]", "[U, U]"):
+            yield f"{network}, {kind}", *(f"{errors[network][kind][n]:.2f}" for n in columns)
+
+
+@table
+def retina_speed() -> Iterator[Sequence[str]]:
+    yield "network", "1 run", "3 runs", "6 runs", "kernels a step", "of them under 10 µs", "kernel time, ms"
+    for name, row in result("retina/results/speed.json")["networks"].items():
+        steps = [f"{row['steps_per_second'][n]:.0f}" for n in "136"]
+        yield name, *steps, str(row["kernels"]), str(row["shorter_than_10_us"]), f"{row['kernel_ms']:.1f}"
+
+
+@table
+def probe() -> Iterator[Sequence[str]]:
+    measured = result("inside/results.json")
+    yield "", *measured["mean_probe_dice"]
+    dice = [f"{value:.2f}" for value in measured["mean_probe_dice"].values()]
+    yield f"mean Dice of the probe, {measured['pairs']} pairs", *dice
+
+
+@table
+def refinements() -> Iterator[Sequence[str]]:
+    steps = ("Ξ alone", "Ξ and 1 Ψ", "Ξ and 2 Ψ")
+    yield "", "pairs", *steps
+    for name, words in (("abdomen", "abdomen, 5 organs"), ("brain", "brain, 14 structures")):
+        methods = result(f"refinement/{name}/scores.json")["methods"]
+        yield words, str(methods[steps[0]]["pairs"]), *three(methods[step]["dice"] for step in steps)
+
+
+@table
+def capture_radius() -> Iterator[Sequence[str]]:
+    radii = ("0.1", "0.2", "0.3")
+    yield "", *(f"up to {radius}" for radius in radii)
+    for name, curve in result("landscape/results.json")["curves"].items():
+        yield name, *(f"{curve['share_towards_0'][radius]:.2f}" for radius in radii)
+
+
+# ---- plots ----------------------------------------------------------------------------------------------------------
+
+
+def script(path: str) -> ModuleType:
+    """A script beside its results, as a module."""
+    sys.path[:0] = [str(HERE), str((ROOT / path).parent)]
+    spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Draw every plot into a folder: the committed file, and the new one."""
+    moved = script("experiments/moved/grid.py")
+    for way in ("96", "160-seen-96", "160-cropped-96", "192"):
+        moved.draw(result(f"moved/results/shifts-{way}.json"), folder / f"shifts-{way}.png")
+        yield HERE / f"moved/results/shifts-{way}.png", folder / f"shifts-{way}.png"
+    script("experiments/shift/run.py").draw(result("shift/results.json")["errors"], folder / "shift.png")
+    yield HERE / "shift/shift.png", folder / "shift.png"
+    script("experiments/landscape/run.py").draw(result("landscape/results.json"), folder / "landscape.png")
+    yield HERE / "landscape/landscape.png", folder / "landscape.png"
+    script("experiments/training/run.py").plot(result("training/results/training.json"), folder / "curves.png")
+    yield HERE / "training/results/curves.png", folder / "curves.png"
+    retinas = script("experiments/retina/plot.py")
+    retinas.violins(result("retina/results/runs.json"), folder)
+    retinas.equivariance(result("retina/results/look.json"), folder)
+    for name in ("dice.png", "equivariance.png"):
+        yield HERE / "retina/results" / name, folder / name
+    turned = copied(HERE / "rotation/results", folder / "rotation")
+    rotation = script("experiments/rotation/plot.py")
+    rotation.curves(turned)
+    rotation.places(turned)
+    rotation.registrations(sorted(turned.glob("turned-*.json")), turned)
+    for name in ("angles.png", "encoder.png", "turned.png"):
+        yield HERE / "rotation/results" / name, turned / name
+    measured = copied(ROOT / "benchmarks/results", folder / "benchmarks")
+    script("benchmarks/run.py").plot(measured)
+    yield ROOT / "benchmarks/results/gpu.png", measured / "gpu.png"
+
+
+def copied(results: Path, folder: Path) -> Path:
+    """Result files in another folder, for scripts that draw beside them."""
+    return Path(shutil.copytree(results, folder, ignore=shutil.ignore_patterns("*.png")))
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables: tables among the results are results themselves."""
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(HERE.glob("*.md")),
+        *sorted(HERE.glob("*/*.md")),
+    ]
+
+
+def rebuilt(text: str) -> str:
+    """A page with its tables as the result files have them."""
+
+    def replace(block: re.Match[str]) -> str:
+        if block[2] not in TABLES:
+            raise SystemExit(f"unknown table {block[2]!r}; expected one of {', '.join(sorted(TABLES))}")
+        return f"{block[1]}\n{TABLES[block[2]]()}\n{block[3]}"
+
+    return BLOCK.sub(replace, text)
+
+
+def stale_pages() -> list[Path]:
+    return [page for page in pages() if rebuilt(text := page.read_text(encoding="utf-8")) != text]
+
+
+def differs(one: Path, other: Path) -> bool:
+    """Whether two plots show something else: another size, or another picture when both are blurred."""
+    import numpy as np
+    from PIL import Image
+
+    first, second = (Image.open(path).convert("L") for path in (one, other))
+    if any(abs(a - b) > 2 for a, b in zip(first.size, second.size, strict=True)):
+        return True
+    small = (max(first.width // 8, 1), max(first.height // 8, 1))
+    apart = np.asarray(first.resize(small), float) - np.asarray(second.resize(small), float)
+    return float(np.abs(apart).mean()) / 255 > TOLERANCE
+
+
+def stale_plots() -> list[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [committed for committed, drawn in plots(Path(folder)) if differs(committed, drawn)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if anything differs")
+    arguments = parser.parse_args()
+    if arguments.check:
+        stale = [*stale_pages(), *stale_plots()]
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what the result files give: run make figures")
+        sys.exit(bool(stale))
+    for page in stale_pages():
+        page.write_text(rebuilt(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page.relative_to(ROOT))
+    with tempfile.TemporaryDirectory() as folder:
+        for committed, drawn in plots(Path(folder)):
+            if differs(committed, drawn):
+                committed.write_bytes(drawn.read_bytes())
+                print(committed.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
