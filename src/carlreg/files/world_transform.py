@@ -26,8 +26,8 @@ from carlreg.files.images import (
     _sitk,
     map_points,
 )
+from carlreg.geometry import jacobian
 from carlreg.geometry.grids import Grid, Interpolation, interpolate
-from carlreg.geometry.jacobian import determinant_per_voxel, spread_of_log
 from carlreg.geometry.transforms import Transform
 
 Field = npt.NDArray[np.float32]
@@ -304,23 +304,24 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
         # A step beyond the border, continued straight, makes the central difference there a one-sided one.
         ends = [(int(around.start == rows.start), int(around.stop == rows.stop)), *[(1, 1)] * (grid.dim - 1), (0, 0)]
         padded = np.pad(moved, ends, mode="reflect", reflect_type="odd")
-        result[rows] = determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
+        result[rows] = jacobian.determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
     return Image(result, grid.index_to_world(), "jacobian")
 
 
 def folds_percent(determinants: Image) -> float:
-    """% |J| < 0: the share of voxels, the outermost layer left out, at which the map folds. The one definition for
-    `carl register`, `carl jacobian` and `carl evaluate`; `determinants` is the result of `jacobian_determinant`."""
-    return 100 * float((_without_border(determinants) < 0).mean())
+    """% |J| < 0 without the outermost voxels, the one definition for `carl register`, `carl jacobian` and `carl
+    evaluate`; `determinants` is the result of `jacobian_determinant`."""
+    return jacobian.folds_percent(_without_border(determinants))
 
 
 def sd_log_jacobian(determinants: Image) -> float:
-    """SDlogJ as in Learn2Reg's tables, see `carlreg.geometry.jacobian.spread_of_log`."""
-    return spread_of_log(torch.from_numpy(np.ascontiguousarray(_without_border(determinants)))[None])
+    """SDlogJ as in Learn2Reg's tables, see `carlreg.geometry.jacobian.sd_log_jacobian`."""
+    return jacobian.sd_log_jacobian(_without_border(determinants))
 
 
-def _without_border(image: Image) -> npt.NDArray[Any]:
-    return image.data[tuple(slice(1, -1) if n > 2 else slice(None) for n in image.shape)]
+def _without_border(image: Image) -> Tensor:
+    inner = image.data[tuple(slice(1, -1) if n > 2 else slice(None) for n in image.shape)]
+    return torch.from_numpy(np.ascontiguousarray(inner))[None]
 
 
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
@@ -345,9 +346,9 @@ def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: flo
         if number >= CHEAP:
             nudge = 1e-2 * torch.eye(dim)
             slopes = [(missed(here + nudge[axis], end)[0] - residual) / 1e-2 for axis in range(dim)]
-            jacobian = torch.stack(slopes, dim=-1)
-            jacobian[torch.linalg.det(jacobian).abs() < 1e-2] = torch.eye(dim)
-            trial = here - step[:, None] * torch.linalg.solve(jacobian, residual[..., None])[..., 0]
+            slope = torch.stack(slopes, dim=-1)
+            slope[torch.linalg.det(slope).abs() < 1e-2] = torch.eye(dim)
+            trial = here - step[:, None] * torch.linalg.solve(slope, residual[..., None])[..., 0]
         left, length = missed(trial, end)
         better = length < error
         here = torch.where(better[:, None], trial, here)

@@ -1,4 +1,4 @@
-"""The Jacobian determinant of a map, and what is measured with it: folds and SDlogJ."""
+"""The Jacobian determinant of a map, and the metrics computed from it: folds and SDlogJ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,25 @@ from carlreg.geometry.grids import voxel_size
 from carlreg.geometry.transforms import Transform
 
 
+def determinant(columns: Sequence[Tensor]) -> Tensor:
+    """Determinants of D×D matrices given by their D columns, (..., D) each.
+
+    Written out by permutations, because library routines are slow for many small matrices.
+    """
+    dim = len(columns)
+    total = torch.zeros_like(columns[0][..., 0])
+    for order in itertools.permutations(range(dim)):
+        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
+        total = total + sign * math.prod(columns[i][..., order[i]] for i in range(dim))
+    return total
+
+
 def determinant_per_voxel(points: Tensor) -> Tensor:
-    """By how much a map enlarges the cell of a voxel: its values (B, *shape, D) at the voxels of an image, in any
-    coordinates, give the determinants of its central differences over one voxel, (B, *(shape − 2))."""
+    """Volume, in any coordinates, of the image of one voxel: (B, *shape, D) → (B, *(shape − 2)).
+
+    `points` are the map's values at the voxels of an image; differences are central, so the outermost voxels are left
+    out.
+    """
     dim = points.dim() - 2
     if min(points.shape[1:-1]) < 3:
         raise ValueError(f"the image has sides {tuple(points.shape[1:-1])}; expected at least 3 voxels a side")
@@ -27,38 +43,27 @@ def determinant_per_voxel(points: Tensor) -> Tensor:
     return determinant(columns)
 
 
-def determinant(columns: Sequence[Tensor]) -> Tensor:
-    """Of matrices whose D columns are given one by one, (..., D) each. Written out: torch.linalg.det of small matrices
-    is slow."""
-    dim = len(columns)
-    total = torch.zeros_like(columns[0][..., 0])
-    for order in itertools.permutations(range(dim)):
-        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
-        total = total + sign * math.prod(columns[i][..., order[i]] for i in range(dim))
-    return total
-
-
 def jacobian_determinant(transform: Transform, image: Tensor) -> Tensor:
-    """det ∇φ at the image's voxels, by central differences, without the outermost ones: (B, *(shape − 2))."""
+    """det ∇φ at the image's voxels without the outermost ones: (B, *(shape − 2))."""
     return determinant_per_voxel(transform.on_grid_of(image)) / voxel_size(image.shape[2:], image).prod()
 
 
 def folding(transform: Transform, image: Tensor) -> float:
-    """% |J| < 0: the share of voxels at which the map turns space inside out, in per cent."""
-    return 100 * float((jacobian_determinant(transform, image) < 0).double().mean())
+    """`folds_percent` of a transform at the image's voxels."""
+    return folds_percent(jacobian_determinant(transform, image))
 
 
-def sd_log_jacobian(transform: Transform, image: Tensor) -> float:
-    """Standard deviation of log det ∇φ, see `spread_of_log`: 0 where volume changes evenly."""
-    return spread_of_log(jacobian_determinant(transform, image))
+def folds_percent(determinants: Tensor) -> float:
+    """% |J| < 0: the percentage of voxels at which the map turns space inside out."""
+    return 100 * float((determinants < 0).double().mean())
 
 
-def spread_of_log(determinants: Tensor, *, shift: float = 3.0) -> float:
-    """Standard deviation of log(det + shift), the sum held within 1e-9…1e9: for determinants (B, *(shape − 2)).
+def sd_log_jacobian(determinants: Tensor, *, shift: float = 3.0) -> float:
+    """SDlogJ, the standard deviation of log(det + shift): 0 for a uniform change of volume. (B, *(shape − 2)) → number.
 
-    SDlogJ in Learn2Reg's tables is this: 3 is added, so that mild folds do not rule the figure, and a second layer of
-    voxels at the border is left out. The plain one has shift 0.
+    As in Learn2Reg's tables, 3 is added so that mild folds do not dominate, the sum is clamped to 1e-9…1e9, and a
+    second layer of voxels is left out at the border. Use shift=0 for the plain definition.
     """
     layers = [slice(None), *(slice(1, -1) if n > 2 else slice(None) for n in determinants.shape[1:])]
-    inner = determinants[tuple(layers)]
+    inner = determinants.detach()[tuple(layers)]
     return float((inner.double() + shift).clamp(1e-9, 1e9).log().std(correction=0))

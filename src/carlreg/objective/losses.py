@@ -19,7 +19,7 @@ from torch import Tensor
 from carlreg import fast
 from carlreg.geometry.checks import check_image, check_same_shape
 from carlreg.geometry.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
-from carlreg.geometry.jacobian import determinant_per_voxel
+from carlreg.geometry.jacobian import jacobian_determinant
 from carlreg.geometry.transforms import Composition, DisplacementField, Transform
 
 Regularity = Literal["gradicon", "diffusion", "nearness"]
@@ -188,14 +188,13 @@ def _check_displacement(displacement: Tensor) -> None:
 
 
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
-    """How far det ∇φ falls below a small positive `margin`, on average over the voxels of a dense displacement
-    (B, D, *shape) in unit coordinates: 0 where nothing folds, with a slope back where something does. The determinants
-    are those that `metrics.folding` counts."""
+    """Mean of relu(margin − det ∇φ) over the inner voxels of a dense displacement (B, D, *shape) in unit coordinates.
+
+    A differentiable counterpart of `jacobian.folding`: 0 where every determinant is above the small positive margin.
+    """
     if min(displacement.shape[2:]) < 3:
-        return displacement.new_zeros(())  # too few voxels to tell
-    points = voxel_points(displacement) + displacement.movedim(1, -1)
-    determinant = determinant_per_voxel(points) / voxel_size(displacement.shape[2:], displacement).prod()
-    return F.relu(margin - determinant).mean()
+        return displacement.new_zeros(())  # central differences need three voxels
+    return F.relu(margin - jacobian_determinant(DisplacementField(displacement), displacement)).mean()
 
 
 def gradicon(
