@@ -154,13 +154,13 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
             register(fixed=fixed, moving=moving, model=model_file, device="cuda")
     with pytest.raises(ValueError, match="io_iterations is -1; expected 0 or more"):
         register(fixed=fixed, moving=moving, model=model_file, io_iterations=-1)
-    with pytest.raises(ValueError, match="unknown similarity 'ncc'"):
+    with pytest.raises(ValueError, match="unknown io_sim='ncc'"):
         register(fixed=fixed, moving=moving, model=model_file, io_iterations=0, io_sim="ncc")
     with pytest.raises(ValueError, match="has nothing to optimise"):
         register(fixed=fixed, moving=moving, model=model_file, transform="rigid", fit_to="attention", io_iterations=3)
     with pytest.raises(ValueError, match="unknown transform='bent'; expected 'deformable', 'affine' or 'rigid'"):
         register(fixed=fixed, moving=moving, model=model_file, transform="bent")
-    with pytest.raises(ValueError, match="unknown over='both'"):
+    with pytest.raises(ValueError, match="unknown optimize='both'"):
         register(fixed=fixed, moving=moving, model=model_file, over="both")
     with pytest.raises(ValueError, match="absent"):
         register(fixed=tmp_path / "absent.nii.gz", moving=moving, model=model_file)
@@ -294,7 +294,7 @@ def test_a_rigid_answer_is_rigid_and_an_affine_one_is_not(unlike: tuple[Image, I
         assert np.linalg.det(linear) > 0
         assert not np.allclose(affine.transform.affine, rigid.transform.affine, atol=1e-2)
     options["model"] = LoadedModel(gradicon(3, 2, **SMALL), (20, 20, 20), {})
-    with pytest.raises(ValueError, match="no coordinate attention; expected fit_to='network'"):
+    with pytest.raises(ValueError, match="no coordinate attention; expected fit_source='network'"):
         register(**options, transform="rigid", fit_to="attention")
 
 

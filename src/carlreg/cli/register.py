@@ -5,48 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from carlreg.cli._options import expand
 from carlreg.cli._shared import IMAGES, REPORT, Overwrite, Quiet, Verbose, check_new, say, set_loudness, working
+from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
 
 if TYPE_CHECKING:
     from carlreg.files.tables import Pair
-
-
-class Kind(str, Enum):
-    """What the transform may do."""
-
-    rigid = "rigid"
-    affine = "affine"
-    deformable = "deformable"
-
-
-class Similarity(str, Enum):
-    """What the instance optimisation compares the images by."""
-
-    lncc = "lncc"
-    lncc2 = "lncc2"
-    mind = "mind"
-    ssd = "ssd"
-
-
-class Over(str, Enum):
-    """What the instance optimisation changes."""
-
-    auto = "auto"
-    weights = "weights"
-    fields = "fields"
-
-
-class FitTo(str, Enum):
-    """What rigid and affine maps are fitted to."""
-
-    network = "network"
-    attention = "attention"
 
 
 def _iterations(text: str) -> int | None:
@@ -70,9 +39,17 @@ Some = Path | None
 PAGE = "report.html"
 
 
+@expand(
+    fixed=Annotated[Some, typer.Option("--fixed", "-f")],
+    moving=Annotated[Some, typer.Option("--moving", "-m")],
+    io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
+    io_sim=Annotated[SimilarityName, typer.Option()],
+    optimize=Annotated[Optimize, typer.Option("--optimize", "--over")],
+    fit_source=Annotated[FitSource, typer.Option("--fit-source", "--fit-to")],
+)
 def register(
-    fixed: Annotated[Some, typer.Option("--fixed", "-f", help="The fixed image: a file or a DICOM folder.")] = None,
-    moving: Annotated[Some, typer.Option("--moving", "-m", help="The moving image.")] = None,
+    *,
+    inputs: PairInputs,
     out: Annotated[Some, typer.Option("--out", "-o", help="The folder for all results; made if need be.")] = None,
     pairs: Annotated[
         Some,
@@ -85,65 +62,15 @@ def register(
     ] = None,
     transform_out: Annotated[Some, typer.Option(help="A file for the transform alone: .h5, .hdf5 or .tfm.")] = None,
     warped_moving_out: Annotated[Some, typer.Option(help="A file for the warped moving image alone.")] = None,
-    transform: Annotated[Kind, typer.Option(help="What the transform may do.")] = Kind.deformable,
-    initial_transform: Annotated[
-        Some, typer.Option(help="A transform file with a first guess of the map from fixed to moving points.")
-    ] = None,
     model: Annotated[
         str,
         typer.Option(
-            help="A model of `carl models list`, or a model file. auto is the default model after a look whether the "
-            "scans are turned against each other: the moving one is then turned back first."
+            help="A model of `carl models list`, or a model file. auto is the default model after a search for a "
+            "rotation between the scans: the moving one is then rotated back first."
         ),
     ] = "default",
-    io_iterations: Annotated[
-        str,
-        typer.Option(
-            help="Steps of instance optimisation. 0 or None leaves it out; auto is 50 over the weights, 20 over the "
-            "fields (and three times as many on each of two coarser grids), none for rigid and affine transforms."
-        ),
-    ] = "auto",
-    io_sim: Annotated[Similarity, typer.Option(help="The similarity that is optimised.")] = Similarity.lncc,
-    over: Annotated[
-        Over,
-        typer.Option(
-            help="Optimise the network's weights, as in the paper, or the fields; auto: fields without a GPU."
-        ),
-    ] = Over.auto,
-    regularity: Annotated[
-        float | None,
-        typer.Option(
-            help="The weight of smoothness in the optimisation. If not given: 1.5 over the weights, 0.75 over fields.",
-            show_default=False,
-        ),
-    ] = None,
-    fit_to: Annotated[
-        FitTo,
-        typer.Option(help="Fit rigid and affine maps to the whole network's answer, or to its attention alone."),
-    ] = FitTo.network,
-    allow_identity: Annotated[
-        bool,
-        typer.Option(
-            help="Start from the two boxes laid onto one another where they match better than by the network."
-        ),
-    ] = True,
-    fixed_mask: Annotated[Some, typer.Option(help="Where the fixed image counts, on its own grid.")] = None,
-    moving_mask: Annotated[Some, typer.Option(help="Where the moving image counts, on its own grid.")] = None,
-    fixed_seg: Annotated[Some, typer.Option(help="Labels of the fixed image: scored, not used.")] = None,
-    moving_seg: Annotated[Some, typer.Option(help="Labels of the moving image: warped, and scored.")] = None,
-    fixed_landmarks: Annotated[Some, typer.Option(help="Points of the fixed image: scored, not used.")] = None,
-    moving_landmarks: Annotated[Some, typer.Option(help="The same points in the moving image.")] = None,
-    certainty: Annotated[
-        bool | None,
-        typer.Option(
-            "--certainty/--no-certainty",
-            help="Show in report.html how sure the network is of its matches. Without either: only on a GPU.",
-            show_default=False,
-        ),
-    ] = None,
+    options: RegisterOptions,
     html: Annotated[bool, typer.Option(help="Write report.html, a page to look at the result.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same result.")] = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -154,89 +81,52 @@ def register(
     warped_seg.nii.gz if the moving image has labels.
     """
     set_loudness(quiet, verbose)
-    options = {
-        "transform": transform.value,
-        "io_iterations": _iterations(io_iterations),
-        "io_sim": io_sim.value,
-        "over": over.value,
-        "regularity": regularity,
-        "fit_to": fit_to.value,
-        "allow_identity": allow_identity,
-        "certainty": certainty,
-        "device": device,
-        "seed": seed,
-    }
-    alone = {
-        "--fixed": fixed,
-        "--moving": moving,
-        "--transform-out": transform_out,
-        "--warped-moving-out": warped_moving_out,
-        "--initial-transform": initial_transform,
-        "--fixed-mask": fixed_mask,
-        "--moving-mask": moving_mask,
-        "--fixed-seg": fixed_seg,
-        "--moving-seg": moving_seg,
-        "--fixed-landmarks": fixed_landmarks,
-        "--moving-landmarks": moving_landmarks,
-    }
+    alone = inputs.sources() | {"transform_out": transform_out, "warped_moving_out": warped_moving_out}
     if pairs is not None:
         given = [name for name, value in alone.items() if value is not None]
         if given:
-            raise typer.BadParameter(f"{given[0]} was given with --pairs; expected it in the table of pairs")
+            name = given[0].replace("_", "-")
+            raise typer.BadParameter(f"--{name} was given with --pairs; expected it in the table of pairs")
         if out is None:
             raise typer.BadParameter("--pairs was given without --out; expected a folder for the pairs' folders")
         return _many(pairs, out, model, options, overwrite, quiet, html)
-    if fixed is None or moving is None:
+    if inputs.fixed is None or inputs.moving is None:
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of them")
     if out is None and transform_out is None and warped_moving_out is None:
         raise typer.BadParameter("nowhere to write to: expected --out, or --transform-out or --warped-moving-out")
-    from carlreg.files.tables import Pair
-
-    pair = Pair(
-        "",
-        fixed,
-        moving,
-        fixed_seg,
-        moving_seg,
-        fixed_mask,
-        moving_mask,
-        fixed_landmarks,
-        moving_landmarks,
-        initial_transform,
-    )
     if transform_out is not None:
         check_new(transform_out, overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
     if warped_moving_out is not None:
         check_new(warped_moving_out, overwrite, IMAGES)
-    _one(pair, out, transform_out, warped_moving_out, model, options, overwrite, quiet, html)
+    _one(inputs, out, transform_out, warped_moving_out, model, options, overwrite, quiet, html)
     return 0
 
 
 def _one(
-    pair: Pair,
+    pair: PairInputs,
     out: Path | None,
     transform_out: Path | None,
     warped_out: Path | None,
     model: Any,
-    options: dict[str, Any],
+    options: RegisterOptions,
     overwrite: bool,
     quiet: bool,
     html: bool,
 ) -> dict[str, float]:
     """Register and save a pair; its metrics."""
     from carlreg.files import images, transform_files
-    from carlreg.registration.api import register as register_pair
+    from carlreg.registration.api import register_pair
     from carlreg.registration.result import check_folder
     from carlreg.show import report
 
     if out is not None:
         check_folder(out, overwrite=overwrite, also=(PAGE,) if html else ())
     with working("reading", quiet) as progress:
-        steps = _steps(options["io_iterations"], options["over"], options["device"])
+        steps = _steps(options)
         result = register_pair(
-            **pair.files(),
-            model=model,
-            **options,
+            pair,
+            model,
+            options,
             progress=progress.say,
             callback=lambda step, _: progress.step(step, max(step, steps)),
         )
@@ -254,14 +144,15 @@ def _one(
     return {**result.metrics, "seconds": seconds}
 
 
-def _steps(asked: int | None, over: str, device: str) -> int:
-    """How many there will be, for a bar."""
+def _steps(options: RegisterOptions) -> int:
+    """The number of optimisation steps, for the progress bar."""
     from carlreg.fast.devices import choose_device
     from carlreg.objective.instance import FIELD_STEPS, WEIGHT_STEPS, steps_in_all
 
-    if over == "weights" or (over == "auto" and choose_device(device).type == "cuda"):
-        return WEIGHT_STEPS if asked is None else asked
-    return steps_in_all(FIELD_STEPS if asked is None else asked)
+    steps, optimize = options.io_iterations, options.optimize
+    if optimize == "weights" or (optimize == "auto" and choose_device(options.device).type == "cuda"):
+        return WEIGHT_STEPS if steps is None else steps
+    return steps_in_all(FIELD_STEPS if steps is None else steps)
 
 
 def _summary(metrics: dict[str, float]) -> str:
@@ -280,7 +171,9 @@ def _summary(metrics: dict[str, float]) -> str:
 # ---- many pairs -----------------------------------------------------------------------------------------------------
 
 
-def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite: bool, quiet: bool, html: bool) -> int:
+def _many(
+    table: Path, out: Path, model: str, options: RegisterOptions, overwrite: bool, quiet: bool, html: bool
+) -> int:
     """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
     from carlreg.files.tables import read_pairs
 
@@ -288,7 +181,7 @@ def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite
     from carlreg.files.atomic import write_atomically
     from carlreg.model.loaded import load_model
 
-    loaded = load_model(model, options["device"])
+    loaded = load_model(model, options.device)
     out.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
     for number, pair in enumerate(rows, start=1):
@@ -299,7 +192,9 @@ def _many(table: Path, out: Path, model: str, options: dict[str, Any], overwrite
             if not overwrite and _is_done(out / name, pair):
                 line["status"] = "was done"
             else:
-                line |= _one(pair, out / name, None, None, loaded, options, overwrite, quiet, html)
+                line |= _one(
+                    PairInputs(**pair.files()), out / name, None, None, loaded, options, overwrite, quiet, html
+                )
         except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             line |= {"status": "failed", "error": text}

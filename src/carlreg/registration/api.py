@@ -11,10 +11,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,18 +28,23 @@ from carlreg.files.images import Image
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
-from carlreg.objective.losses import Loss, Similarity, find_similarity
+from carlreg.objective.losses import Loss, Similarity
 from carlreg.preparation import Prepared
 from carlreg.registration.case import Case, read_case
+from carlreg.registration.options import (
+    FitSource,
+    Optimize,
+    PairInputs,
+    RegisterOptions,
+    SimilarityName,
+    TransformKind,
+)
 from carlreg.registration.result import Registration
 from carlreg.registration.rotation_search import Look, look
 from carlreg.registration.score import _score
 from carlreg.registration.solve import (
     USUAL,
     WEIGHT,
-    FitTo,
-    Kind,
-    Over,
     Way,
     _Clock,
     _field_sides,
@@ -49,6 +54,8 @@ from carlreg.registration.solve import (
 )
 
 logger = logging.getLogger(__name__)
+DEFAULT = RegisterOptions()
+Model = str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel
 LOOK_SIDE, LOOK_MM = 96, 2.0
 """The grid on which `model="auto"` looks whether scans are turned against each other, and its usual voxels."""
 
@@ -57,60 +64,93 @@ def register(
     *,
     fixed: Any,
     moving: Any,
-    model: str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel = "default",
-    transform: Kind = "deformable",
+    model: Model = "default",
+    transform: TransformKind = DEFAULT.transform,
     initial_transform: Any = None,
-    io_iterations: int | None = None,
-    io_sim: str | Similarity = "lncc",
-    over: Over = "auto",
-    regularity: float | None = None,
+    io_iterations: int | None = DEFAULT.io_iterations,
+    io_sim: str | Similarity = DEFAULT.io_sim,
+    optimize: Optimize = DEFAULT.optimize,
+    regularity: float | None = DEFAULT.regularity,
     fixed_mask: Any = None,
     moving_mask: Any = None,
     fixed_seg: Any = None,
     moving_seg: Any = None,
     fixed_landmarks: Any = None,
     moving_landmarks: Any = None,
-    fit_to: FitTo = "network",
-    allow_identity: bool = True,
-    certainty: bool | None = None,
-    device: str | torch.device = "auto",
-    seed: int = 0,
+    fit_source: FitSource = DEFAULT.fit_source,
+    allow_identity: bool = DEFAULT.allow_identity,
+    certainty: bool | None = DEFAULT.certainty,
+    device: str | torch.device = DEFAULT.device,
+    seed: int = DEFAULT.seed,
     callback: Callable[[int, Loss], None] | None = None,
     progress: Callable[[str], None] | None = None,
+    over: Optimize | None = None,
+    fit_to: FitSource | None = None,
 ) -> Registration:
-    """Register two images: paths, SimpleITK or nibabel images, `carlreg.images.Image`, or arrays.
+    """Register two images: paths, SimpleITK or nibabel images, `carlreg.files.images.Image`, or arrays.
 
-    `model` is a name of the package's models, the path of a model file, or a model. "auto" looks first, by trying many
-    rotations, whether the images are turned against each other; if they are, carl-base sees the moving one turned back.
+    `model` is the name of a shipped model, the path of a model file, or a model in memory. "auto" first searches for a
+    rotation between the images; if there is one, carl-base sees the moving image rotated back.
 
-    After the network's answer, `io_iterations` steps of instance optimisation follow: over the network's weights, as in
-    the paper (50 by default, where there is a GPU), or over the displacement fields (20 by default, elsewhere, and more
-    on coarser grids); 0 leaves them out. Masks say where `io_sim` is measured. `regularity` is the weight of GradICON:
-    1.5 by default over the weights, as in training, and 0.75 over the fields. Where the images, laid onto one another
-    box by box, match better than by the network's answer, that is what the optimisation starts from, unless
-    `allow_identity` is False.
+    `io_iterations` steps of instance optimisation follow the network's result. They change the network's weights, as in
+    the paper (50 steps by default, on a GPU), or the displacement fields (20 by default, elsewhere, and more on coarser
+    grids); 0 skips them. Masks restrict where `io_sim` is measured. `regularity` is the weight of GradICON: 1.5 by
+    default for the weights, as in training, and 0.75 for the fields. If the unregistered images match better than the
+    network's result, the optimisation starts from those, unless `allow_identity` is False.
 
-    "rigid" and "affine" are closed-form robust least squares, in millimetres, to the network's dense answer where the
-    fixed image is not background; with `fit_to="attention"` to the matches of its coordinate attention alone, weighted
-    by their certainty: faster, and less accurate where attention is blurred. They are optimised before the fit only if
-    `io_iterations` is given.
+    "rigid" and "affine" transforms are closed-form robust least-squares fits, in millimetres, to the network's dense
+    result over the foreground of the fixed image; with `fit_source="attention"` to the matches of its coordinate
+    attention alone, weighted by their certainty: faster, and less accurate where attention is blurred. They are
+    optimised before the fit only if `io_iterations` is given.
 
-    `initial_transform`, a first guess of the map from fixed to moving world points (LPS, mm), is the path of a
-    transform file, a transform, or a matrix (D + 1, D + 1). The network then sees the moving image through it, on the
-    fixed image's grid; the result contains it.
+    `initial_transform` maps fixed to moving world points (LPS, mm): the path of a transform file, a transform, or a
+    matrix (D + 1, D + 1). The network then sees the moving image through it, on the fixed image's grid; the result
+    contains it.
 
     Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
-    they play no part in the registration. `certainty` asks for the spread of the network's attention as well; that is
-    quick on a GPU, and given there if not said otherwise, but not on a CPU. `progress` is told what is being done,
-    `callback(step, loss)` how the optimisation goes.
+    they do not influence the registration. `certainty` adds the spread of the network's attention, which is quick on a
+    GPU and by default computed only there. `progress(text)` is called when a part of the work begins,
+    `callback(step, loss)` at every step of the optimisation. `over` and `fit_to` are older names of `optimize` and
+    `fit_source`.
 
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
     """
-    _check_choices(over=over, transform=transform, fit_to=fit_to, io_iterations=io_iterations, regularity=regularity)
-    find_similarity(io_sim)
-    if fixed_seg is not None and moving_seg is None:
-        raise ValueError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
+    inputs = PairInputs(
+        fixed=fixed,
+        moving=moving,
+        fixed_mask=fixed_mask,
+        moving_mask=moving_mask,
+        fixed_seg=fixed_seg,
+        moving_seg=moving_seg,
+        fixed_landmarks=fixed_landmarks,
+        moving_landmarks=moving_landmarks,
+        initial_transform=initial_transform,
+    )
+    options = RegisterOptions(
+        transform=transform,
+        io_iterations=io_iterations,
+        io_sim=cast(SimilarityName, io_sim),
+        optimize=optimize if over is None else over,
+        regularity=regularity,
+        fit_source=fit_source if fit_to is None else fit_to,
+        allow_identity=allow_identity,
+        certainty=certainty,
+        device=str(device),
+        seed=seed,
+    )
+    return register_pair(inputs, model, options, callback=callback, progress=progress)
+
+
+def register_pair(
+    inputs: PairInputs,
+    model: Model = "default",
+    options: RegisterOptions = DEFAULT,
+    *,
+    callback: Callable[[int, Loss], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Registration:
+    """`register`, with its arguments in two values."""
 
     def say(text: str) -> None:
         logger.info("%s", text)
@@ -118,22 +158,11 @@ def register(
             progress(text)
 
     clock = _Clock()
-    place = choose_device(device)
+    place = choose_device(options.device)
 
     say("reading")
-    sources = {
-        "fixed": fixed,
-        "moving": moving,
-        "fixed_mask": fixed_mask,
-        "moving_mask": moving_mask,
-        "fixed_seg": fixed_seg,
-        "moving_seg": moving_seg,
-        "fixed_landmarks": fixed_landmarks,
-        "moving_landmarks": moving_landmarks,
-        "initial_transform": initial_transform,
-    }
     loaded = load_model(model, place)
-    case = read_case(sources, loaded, place)
+    case = read_case(inputs, loaded, place)
     clock.lap("reading")
 
     given, seen = case.initial, None
@@ -146,10 +175,11 @@ def register(
             case = case.through(guess, loaded, place)
         clock.lap("look")
 
-    chosen: Way = ("weights" if place.type == "cuda" else "fields") if over == "auto" else over
-    steps = 0 if io_iterations is None and transform != "deformable" else io_iterations
+    chosen: Way = ("weights" if place.type == "cuda" else "fields") if options.optimize == "auto" else options.optimize
+    transform, regularity = options.transform, options.regularity
+    steps = 0 if options.io_iterations is None and transform != "deformable" else options.io_iterations
     metrics: dict[str, float] = {}
-    if transform != "deformable" and fit_to == "attention":
+    if transform != "deformable" and options.fit_source == "attention":
         say("coordinate attention")
         solved = _Solved(_fit_to_attention(loaded.network, case.m, case.f, transform))
         clock.lap("network")
@@ -160,9 +190,9 @@ def register(
             transform,
             steps=steps,
             over=chosen,
-            allow_identity=allow_identity,
-            loss={"similarity": io_sim} | ({} if regularity is None else {"weight": regularity}),
-            options={"seed": seed, "callback": callback},
+            allow_identity=options.allow_identity,
+            loss={"similarity": options.io_sim} | ({} if regularity is None else {"weight": regularity}),
+            options={"seed": options.seed, "callback": callback},
             say=say,
             clock=clock,
         )
@@ -182,7 +212,7 @@ def register(
     clock.lap("world_space")
 
     spread = None
-    if certainty if certainty is not None else place.type == "cuda":
+    if options.certainty if options.certainty is not None else place.type == "cuda":
         say("certainty")
         spread = _spread(loaded.network, case)
         clock.lap("certainty")
@@ -197,16 +227,16 @@ def register(
         "look": None if seen is None else _told(seen),
         "device": str(place),
         "transform": transform,
-        "fit_to": None if transform == "deformable" else fit_to,
+        "fit_to": None if transform == "deformable" else options.fit_source,
         "io_iterations": 0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
         "io_over": solved.over,
-        "io_sim": io_sim if isinstance(io_sim, str) else getattr(io_sim, "__name__", "a function"),
+        "io_sim": options.similarity_name,
         "regularity": regularity if regularity is not None or solved.over is None else WEIGHT[solved.over],
-        "allow_identity": allow_identity,
-        "seed": seed,
+        "allow_identity": options.allow_identity,
+        "seed": options.seed,
         "grid": list(case.f.tensor.shape[2:]),
         "io_grid": _field_sides(case.m, case.f)[1] if solved.over == "fields" else None,
-        "inputs": _describe_inputs(sources, case),
+        "inputs": _describe_inputs(inputs, case),
         "seconds": clock.seconds(),
         "peak_memory_gb": _peak_memory(place),
     }
@@ -215,24 +245,6 @@ def register(
     return Registration(
         world, inverse, warped, case.fixed, case.moving, metrics, settings, losses, warnings, labels, scores, spread
     )
-
-
-def _check_choices(
-    *, over: str, transform: str, fit_to: str, io_iterations: int | None, regularity: float | None
-) -> None:
-    for name, value, known in (
-        ("over", over, ("auto", "weights", "fields")),
-        ("transform", transform, ("deformable", "affine", "rigid")),
-        ("fit_to", fit_to, ("network", "attention")),
-    ):
-        if value not in known:
-            raise ValueError(f"unknown {name}={value!r}; expected {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
-    if io_iterations is not None and io_iterations < 0:
-        raise ValueError(f"io_iterations is {io_iterations}; expected 0 or more")
-    if regularity is not None and not (math.isfinite(regularity) and regularity >= 0):
-        raise ValueError(f"regularity is {regularity}; expected a number, 0 or more")
-    if io_iterations and transform != "deformable" and fit_to == "attention":
-        raise ValueError("fit_to='attention' has nothing to optimise; expected io_iterations=0, or fit_to='network'")
 
 
 # ---- whether the scans are turned -----------------------------------------------------------------------------------
@@ -301,8 +313,8 @@ def _peak_memory(device: torch.device) -> dict[str, float]:
     return peak
 
 
-def _describe_inputs(sources: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    told = {name: _source(source) for name, source in sources.items() if source is not None}
+def _describe_inputs(inputs: PairInputs, case: Case) -> dict[str, Any]:
+    told = {name: _source(source) for name, source in inputs.sources().items()}
     told["fixed"] |= _describe(case.fixed, case.f)
     told["moving"] |= _describe(case.moving, case.m)
     return told

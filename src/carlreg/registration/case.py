@@ -6,7 +6,6 @@ All of it is read and checked before any network runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from carlreg.files.landmarks import read_points
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.preparation import Prepared, prepare_pair
+from carlreg.registration.options import PairInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,11 @@ class Case:
         return prepare_pair(self.fixed, seen, model, place, **inside, guessed=self.initial is not None)
 
 
-def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.device) -> Case:
+def read_case(inputs: PairInputs, model: LoadedModel, place: torch.device) -> Case:
     def image(name: str, what: str) -> Image | None:
-        return None if sources[name] is None else as_image(sources[name], what)
+        return None if (source := getattr(inputs, name)) is None else as_image(source, what)
 
-    fixed, moving = (as_image(sources[side], side) for side in ("fixed", "moving"))
+    fixed, moving = as_image(inputs.fixed, "fixed"), as_image(inputs.moving, "moving")
     if fixed.dim != moving.dim:
         raise ValueError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
     fixed_mask, moving_mask = (image(f"{side}_mask", f"{side} mask") for side in ("fixed", "moving"))
@@ -64,8 +64,8 @@ def read_case(sources: Mapping[str, Any], model: LoadedModel, place: torch.devic
     for side, seg in labels.items():
         if seg is not None and seg.dim != fixed.dim:
             raise ValueError(f"the {side} labels are {seg.dim}-D but the images {fixed.dim}-D; expected the same")
-    landmarks = _landmarks(sources["fixed_landmarks"], sources["moving_landmarks"], fixed.dim)
-    guess = sources["initial_transform"]
+    landmarks = _landmarks(inputs.fixed_landmarks, inputs.moving_landmarks, fixed.dim)
+    guess = inputs.initial_transform
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
     inside = {"fixed_mask": fixed_mask, "moving_mask": seen_mask}
@@ -95,10 +95,8 @@ def _pulled(
 
 def _landmarks(fixed: Any, moving: Any, dim: int) -> tuple[Matrix, Matrix] | None:
     """World points (N, D) of both images, the n-th of one lying where the n-th of the other does."""
-    if fixed is None and moving is None:
+    if fixed is None:
         return None
-    if fixed is None or moving is None:
-        raise ValueError("landmarks of one image only were given; expected those of both, in the same order")
     both = tuple(
         read_points(source).positions if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
         for source in (fixed, moving)

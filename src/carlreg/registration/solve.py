@@ -35,10 +35,10 @@ from carlreg.objective.losses import registration_loss
 from carlreg.objective.metrics import inverse_consistency
 from carlreg.preparation import FOREGROUND, Prepared
 from carlreg.registration.case import Case
+from carlreg.registration.options import TransformKind
 
 logger = logging.getLogger(__name__)
 
-Over = Literal["auto", "weights", "fields"]
 Way = Literal["weights", "fields"]
 USUAL: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 WEIGHT: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
@@ -46,8 +46,6 @@ WEIGHT: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
 SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.1}
 """How the fields of small scans are optimised, more gently than others: no coarser grids, a tenth of a voxel at a
 time."""
-Kind = Literal["deformable", "affine", "rigid"]
-FitTo = Literal["network", "attention"]
 
 
 # ---- the registration itself ----------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ class _Solved:
 def _solve(
     network: RegistrationAlgorithm,
     case: Case,
-    transform: Kind,
+    transform: TransformKind,
     *,
     steps: int | None,
     over: Way,
@@ -181,7 +179,7 @@ def _field_sides(m: Prepared, f: Prepared) -> tuple[list[int], list[int]]:
     return half if all(math.prod(scan) <= math.prod(sides) for scan, sides in zip(scans, half, strict=True)) else whole
 
 
-def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) -> WorldTransform:
+def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: TransformKind) -> WorldTransform:
     """The rigid or affine map closest to the dense one, at every second voxel of the fixed image."""
     every = (slice(None), *[slice(None, None, 2)] * f.image.dim)
     like = f.tensor.cpu()
@@ -189,12 +187,12 @@ def _fit_to_network(forward: Transform, m: Prepared, f: Prepared, kind: Kind) ->
     return _fit(points, forward(points), _foreground(f, points), m, f, kind)
 
 
-def _fit_to_attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared, kind: Kind) -> WorldTransform:
+def _fit_to_attention(network: RegistrationAlgorithm, m: Prepared, f: Prepared, kind: TransformKind) -> WorldTransform:
     """The rigid or affine map closest to where coordinate attention points, each match weighted by 1 / its variance."""
     with mixed_precision(m.tensor.device):
         matches = coordinate_matches(network, m.tensor, f.tensor)
     if matches is None:
-        raise ValueError("this model has no coordinate attention; expected fit_to='network'")
+        raise ValueError("this model has no coordinate attention; expected fit_source='network'")
     points, targets, covariance = (t.cpu() for t in (matches.points, matches.targets, matches.covariance))
     to_world = torch.from_numpy(m.image.unit_to_world()[:-1, :-1])
     variance = torch.einsum("ij,bnjk,ik->bn", to_world, covariance.double(), to_world)
@@ -209,7 +207,9 @@ def _foreground(f: Prepared, points: Tensor) -> Tensor:
     return inside if bool(inside.any()) else torch.ones_like(inside)
 
 
-def _fit(points: Tensor, targets: Tensor, weights: Tensor, m: Prepared, f: Prepared, kind: Kind) -> WorldTransform:
+def _fit(
+    points: Tensor, targets: Tensor, weights: Tensor, m: Prepared, f: Prepared, kind: TransformKind
+) -> WorldTransform:
     """Points and targets (1, N, D) in unit coordinates; the fit is in millimetres."""
     here = torch.from_numpy(map_points(f.image.unit_to_world(), points.double().numpy()))
     there = torch.from_numpy(map_points(m.image.unit_to_world(), targets.double().numpy()))

@@ -1,0 +1,102 @@
+"""What a user asks of `register`: the inputs of a pair, and how to register it. Imports neither torch nor numpy.
+
+The text beside each field is its documentation and the help of its command-line option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal, get_args
+
+from carlreg.errors import InputError
+
+TransformKind = Literal["deformable", "affine", "rigid"]
+Optimize = Literal["auto", "weights", "fields"]
+FitSource = Literal["network", "attention"]
+SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairInputs:
+    """A fixed and a moving image and what belongs to them, each in any form that `register` accepts."""
+
+    fixed: Annotated[Any, "The fixed image: a file or a DICOM folder."]
+    moving: Annotated[Any, "The moving image."]
+    fixed_mask: Annotated[Any, "Where the similarity is measured in the fixed image, on its own grid."] = None
+    moving_mask: Annotated[Any, "Where the similarity is measured in the moving image, on its own grid."] = None
+    fixed_seg: Annotated[Any, "Labels of the fixed image: scored, not used."] = None
+    moving_seg: Annotated[Any, "Labels of the moving image: warped and scored, not used."] = None
+    fixed_landmarks: Annotated[Any, "Landmarks of the fixed image: scored, not used."] = None
+    moving_landmarks: Annotated[Any, "The same landmarks in the moving image."] = None
+    initial_transform: Annotated[Any, "An initial transform from fixed to moving points."] = None
+
+    def __post_init__(self) -> None:
+        if self.fixed_seg is not None and self.moving_seg is None:
+            raise InputError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
+        if (self.fixed_landmarks is None) != (self.moving_landmarks is None):
+            raise InputError("landmarks of one image only were given; expected those of both, in the same order")
+
+    def sources(self) -> dict[str, Any]:
+        """The inputs that were given, by name."""
+        everything = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: source for name, source in everything.items() if source is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterOptions:
+    """How to register a pair. `carlreg.register` and `carl register` take their defaults from here."""
+
+    transform: Annotated[TransformKind, "The kind of transform."] = "deformable"
+    io_iterations: Annotated[
+        int | None,
+        "Steps of instance optimisation; 0 skips it. By default 50 when optimising the weights; 20 when optimising "
+        "the fields, and three times as many on each of two coarser grids; none for rigid and affine transforms.",
+    ] = None
+    io_sim: Annotated[SimilarityName | Callable[..., Any], "The similarity that is optimised."] = "lncc"
+    optimize: Annotated[
+        Optimize, "Optimise the network's weights, as in the paper, or the fields. auto: the weights on a GPU only."
+    ] = "auto"
+    regularity: Annotated[
+        float | None,
+        "The weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields.",
+    ] = None
+    fit_source: Annotated[
+        FitSource, "Fit rigid and affine transforms to the network's dense result, or to its attention alone."
+    ] = "network"
+    allow_identity: Annotated[
+        bool, "Start the optimisation from the unregistered images if they match better than the network's result."
+    ] = True
+    certainty: Annotated[
+        bool | None, "Show in report.html how certain the network is of its matches. By default only on a GPU."
+    ] = None
+    device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps."] = "auto"
+    seed: Annotated[int, "The same seed gives the same result."] = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("transform", TransformKind), ("optimize", Optimize), ("fit_source", FitSource)):
+            _check_choice(name, getattr(self, name), get_args(choices))
+        if not callable(self.io_sim):
+            _check_choice("io_sim", self.io_sim, get_args(SimilarityName))
+        if self.io_iterations is not None and self.io_iterations < 0:
+            raise InputError(f"io_iterations is {self.io_iterations}; expected 0 or more")
+        if self.regularity is not None and not (math.isfinite(self.regularity) and self.regularity >= 0):
+            raise InputError(f"regularity is {self.regularity}; expected a number, 0 or more")
+        if self.io_iterations and self.transform != "deformable" and self.fit_source == "attention":
+            raise InputError("fit_source='attention' has nothing to optimise; expected 'network', or io_iterations=0")
+
+    @property
+    def similarity_name(self) -> str:
+        """`io_sim` by its name, or that of the function."""
+        return self.io_sim if isinstance(self.io_sim, str) else getattr(self.io_sim, "__name__", "a function")
+
+    def as_json(self) -> dict[str, Any]:
+        """The options as they were asked for, for a report."""
+        return asdict(self) | {"io_sim": self.similarity_name}
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise InputError(f"unknown {name}={value!r}; expected {expected}")
