@@ -122,7 +122,7 @@ def test_a_checkpoint_of_icon_registration(tmp_path: Path) -> None:
     options = {"io_iterations": 0, "device": "cpu", "allow_identity": False}
     by_hand = register(fixed=files[0], moving=files[1], model=from_icon(weights), **options)
     assert main(["models", "import", str(tmp_path / "network.trch"), str(tmp_path / "n.safetensors")]) == 0
-    assert load_model(tmp_path / "n.safetensors", "cpu").whole
+    assert load_model(tmp_path / "n.safetensors", "cpu").keeps_margins
     points = np.random.default_rng(2).uniform(5, 30, (20, 2))
     assert np.abs(by_hand.transform(points) - points).max() > 0.01
     assert np.allclose(result.transform(points), by_hand.transform(points), atol=1e-5)

@@ -296,7 +296,7 @@ def test_ct_is_recognised_and_clamped() -> None:
         data = np.where(ct == -1000, np.int16(outside), ct)
         tensor, done = preprocess(from_array(data))
         assert (done.kind, done.low, done.high) == ("CT", -1000, 1000)
-        assert "CT" in done.words
+        assert "CT" in done.note
         assert tensor.shape == (1, 1, 24, 24, 24)
         assert tensor.dtype == torch.float32
         assert tensor[0, 0, 0, 0, 0] == 0

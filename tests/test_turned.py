@@ -120,12 +120,16 @@ def test_narrow_margins_stay() -> None:
         data[:filled] = 100 + np.arange(50)
         scans.append(Image(data, np.diag([-1.0, -1.0, 1.0, 1.0])))
     whole = [resizing.resize(preparation.preprocess(scan)[0], (32, 32, 32)) for scan in scans]
-    for pair, sort, cut in (((0, 2), model, True), ((1, 2), model, False), ((0, 2), replace(model, whole=True), False)):
+    for pair, sort, cut in (
+        ((0, 2), model, True),
+        ((1, 2), model, False),
+        ((0, 2), replace(model, keeps_margins=True), False),
+    ):
         for number, seen in zip(pair, prepare_pair(*(scans[n] for n in pair), sort, CPU), strict=True):
             shown = int((seen.tensor[0, 0, :, 16, 16] > 0.05).sum())
             assert torch.equal(seen.tensor, whole[number]) == (not cut)
             assert shown / 32 == pytest.approx(0.9 if cut else (30, 35, 48)[number] / 50, abs=2 / 32)
-            assert seen.view == ("without empty margins" if cut else "whole")
+            assert seen.crop_note == ("without empty margins" if cut else "whole")
             assert seen.sides == ((round((30, 35, 48)[number] / 0.9), 50, 50) if cut else (50, 50, 50))
 
 
@@ -162,7 +166,7 @@ def test_networks_of_the_authors_see_whole_images(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for about, whole in (({}, False), ({"view": "whole"}, True)):
         save(gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16", **about})
-        assert load_model(path, "cpu").whole == whole
+        assert load_model(path, "cpu").keeps_margins == whole
 
 
 def test_a_mask_is_no_margin() -> None:

@@ -111,7 +111,7 @@ def by_model(source: str, alone: bool) -> tuple[Algorithm, dict[str, Any]]:
         result = register(fixed=fixed, moving=moving, model=model, **options)
         return result.transform, result.settings["look"] or {}
 
-    return run, {"sha256": model.facts["sha256"]}
+    return run, {"sha256": model.provenance["sha256"]}
 
 
 def by_program(source: str) -> tuple[Algorithm, dict[str, Any]]:

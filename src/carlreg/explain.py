@@ -190,7 +190,7 @@ def explain(
     """
     place = choose_device(device)
     loaded = load_model(model, place)
-    if loaded.looks:
+    if loaded.searches_rotation:
         raise ValueError("model is 'auto', which is no model by itself; expected carl-base, or another model")
     f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, place)
     return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)

@@ -33,7 +33,7 @@ class Preprocessing:
     kind: str  # "CT" or "percentiles"
     low: float
     high: float
-    words: str
+    note: str
 
 
 def preprocess(
@@ -71,8 +71,8 @@ def preprocess(
         high = float(np.percentile(above, PERCENTILES[1])) if above.size else low
         if high <= low:  # nearly every voxel is the maximum
             low, high = float(values.min()), float(values.max())
-        words = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
-        done = Preprocessing("percentiles", low, high, words)
+        note = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
+        done = Preprocessing("percentiles", low, high, note)
     wide = np.float64 if data.dtype.itemsize == 8 else np.float32
     scaled = np.clip((data - wide(low)) / wide(high - low), 0, 1).astype(np.float32)
     return torch.from_numpy(scaled)[None, None], done
@@ -190,11 +190,12 @@ class Prepared:
     image: Image  # closest to RAS
     tensor: Tensor  # (1, 1, *grid), from 0 to 1
     mask: Tensor | None
-    words: str
+    intensity_note: str
+    """How intensities were scaled."""
     sides: tuple[int, ...]
-    """Of what the network sees, in voxels of the scan."""
-    view: str
-    """What that is, in words."""
+    """Sides of what the network sees, in voxels of the scan."""
+    crop_note: str
+    """Which part of the scan the network sees."""
 
 
 def prepare_pair(
@@ -243,7 +244,7 @@ def _frames(scans: Sequence[_Scan], model: LoadedModel, guessed: bool) -> tuple[
         pairs = zip(scans, shown, strict=True)
         frames = [Frame.cubic(scan.image, model.grid, centre, voxel) for scan, (centre, _) in pairs]
         return frames, f"cubic voxels of {voxel:g} mm"
-    if model.grid is not None and not model.whole:
+    if model.grid is not None and not model.keeps_margins:
         there = [scan.there() for scan in scans]
         if guessed:
             there = [there[0] | there[1]] * 2
@@ -267,7 +268,7 @@ class _Scan:
     image: Image
     mask: Image | None
     data: Tensor
-    words: str
+    note: str
 
     @classmethod
     def of(cls, image: Image, mask: Image | None, model: LoadedModel) -> _Scan:
@@ -276,7 +277,7 @@ class _Scan:
         data, done = preprocess(turned, turned_mask, ct_range=model.ct_range)
         if model.grid is not None and len(model.grid) != turned.dim:
             raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(model.grid)}-D images")
-        return cls(turned, turned_mask, data, done.words)
+        return cls(turned, turned_mask, data, done.note)
 
     def there(self) -> Tensor:
         """(*shape): where it shows something, or has a mask."""
@@ -314,4 +315,4 @@ class _Scan:
         if self.mask is not None and mask is not None and not bool(mask.any()):
             raise ValueError(f"{self.mask.name} has too few voxels: none is left on the network's grid")
         inside = None if mask is None else mask.to(device)
-        return Prepared(image, tensor.to(device), inside, self.words, tuple(sides), view)
+        return Prepared(image, tensor.to(device), inside, self.note, tuple(sides), view)

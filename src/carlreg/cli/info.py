@@ -68,7 +68,7 @@ def _image(path: Path) -> dict[str, Any]:
         "looks_like_labels": images.looks_like_labels(image),
     }
     try:
-        facts["for_the_network"] = preparation.preprocess(orientation.to_closest_ras(image))[1].words
+        facts["for_the_network"] = preparation.preprocess(orientation.to_closest_ras(image))[1].note
     except ImageError as error:
         facts["for_the_network"] = f"cannot be registered: {error}"
     return facts

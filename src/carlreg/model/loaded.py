@@ -35,15 +35,15 @@ class LoadedModel:
     grid: tuple[int, ...] | None
     """The grid it was trained on, if its file says so; each image is cut to what it shows if that is little, and
     stretched to it, unless there is a `voxel`."""
-    facts: dict[str, Any]
+    provenance: dict[str, Any]
     """Name, checksum and licence, for the report."""
     ct_range: tuple[float, float] = CT_RANGE
     """Hounsfield units that become 0 and 1."""
     voxel: float | None = None
     """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
-    looks: bool = False
+    searches_rotation: bool = False
     """Whether to look first if the images are turned against each other."""
-    whole: bool = False
+    keeps_margins: bool = False
     """Whether empty margins stay, however wide they are: networks of the paper's authors were trained with them."""
     prepare: Prepare | None = None
     """How images are prepared instead of as described above, for example as the paper prepares one of its datasets."""
@@ -76,14 +76,14 @@ def load_model(
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
     if model == AUTO:
-        return replace(load_model(DEFAULT, place), looks=True)
+        return replace(load_model(DEFAULT, place), searches_rotation=True)
     path = find_model(model)
     about = read_metadata(path)
     grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
-    facts = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
+    provenance = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
-    whole = about.get("view") == "whole"
-    return LoadedModel(load(path, device=place), grid or None, facts, ct_range, voxel, whole=whole)
+    keeps_margins = about.get("view") == "whole"
+    return LoadedModel(load(path, device=place), grid or None, provenance, ct_range, voxel, keeps_margins=keeps_margins)
 
 
 def voxel_of(about: Mapping[str, str], path: Path) -> float | None:

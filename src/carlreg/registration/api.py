@@ -166,7 +166,7 @@ def register_pair(
     clock.lap("reading")
 
     given, seen = case.initial, None
-    if loaded.looks:
+    if loaded.searches_rotation:
         say("looking whether the scans are turned")
         seen, rigid = _look(case, loaded, place)
         if seen.turned:
@@ -223,7 +223,7 @@ def register_pair(
     clock.lap("scores")
 
     settings = {
-        "model": loaded.facts,
+        "model": loaded.provenance,
         "look": None if seen is None else _told(seen),
         "device": str(place),
         "transform": transform,
@@ -325,8 +325,8 @@ def _describe(image: Image, prepared: Prepared) -> dict[str, Any]:
         "shape": list(image.shape),
         "spacing_mm": [round(float(s), 6) for s in image.spacing],
         "sha256_voxels": hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
-        "intensities": prepared.words,
-        "seen": prepared.view,
+        "intensities": prepared.intensity_note,
+        "seen": prepared.crop_note,
     }
 
 

@@ -199,7 +199,7 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     header: dict[str, Any] = {
         "world_to_unit": image.world_to_unit().tolist(),
         "size": [s * (n - 1) for s, n in zip(image.spacing, image.shape, strict=True)],
-        "intensities": done.words,
+        "intensities": done.note,
         "digest": digest,
     }
     return tensors, {"prepared": json.dumps(header)}
