@@ -2,12 +2,13 @@
 # make demo     register two synthetic patients in the same environment and report how well it went
 # make figures  rebuild every table and plot of the pages from the result files
 # make docs     build the documentation as a website in site/ and check every link
+# make torture  attack everything that reads or writes a file, for 20 minutes; every case with FULL=1
 # make lint     ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: test demo figures docs lint format clean
+.PHONY: test demo figures torture docs lint format clean
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -17,6 +18,9 @@ demo: $(READY)
 
 figures: $(READY)
 	$(VENV)/bin/python experiments/figures.py
+
+torture: $(READY)
+	$(VENV)/bin/python tests/torture/run.py $(if $(FULL),--full,) $(ARGS)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/build.py
