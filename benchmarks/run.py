@@ -35,7 +35,8 @@ from carlreg.model.attention.reference import reference_attention
 from carlreg.model.unet import UNet
 from carlreg.model.zoo import carl
 from carlreg.objective.losses import registration_loss
-from carlreg.training.loop import Stage, TrainingStep
+from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
 
 RESULTS = Path(__file__).parent / "results"
 FULL, TRAINING = 175, 96

@@ -19,11 +19,12 @@ from carlreg.geometry import resizing
 from carlreg.model.algorithms import ClosedFormXi
 from carlreg.model.loaded import LoadedModel
 from carlreg.preparation import prepare_pair
-from carlreg.training import cache, manifest
+from carlreg.training import cache
+from carlreg.training import cohort as manifest
 from carlreg.training.augmentation import Augmentation, apply
-from carlreg.training.batches import STRUCTURES, TrainingPairs
 from carlreg.training.cache import Prepared, choose_grid, prepare
-from carlreg.training.manifest import Case, Cohort, DatasetError, Pair
+from carlreg.training.cohort import Case, Cohort, DatasetError, Pair
+from carlreg.training.pairs import STRUCTURES, TrainingPairs
 from carlreg.training.validation import Validation, read_points
 
 pytest.importorskip("SimpleITK")

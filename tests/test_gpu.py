@@ -23,7 +23,8 @@ from carlreg.model.layers import normalize
 from carlreg.model.unet import UNet
 from carlreg.registration.rotation_search import look
 from carlreg.synthesis import random_anatomy
-from carlreg.training.loop import Stage, TrainingStep
+from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
 
 pytestmark = pytest.mark.gpu
 

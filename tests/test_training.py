@@ -25,9 +25,12 @@ from carlreg import (
 from carlreg.geometry.fitting import fit_affine
 from carlreg.geometry.grids import Grid
 from carlreg.model.files import read_metadata
+from carlreg.training.checkpoint import TrainingError
 from carlreg.training.distributed import Team, launch, shared
-from carlreg.training.loop import PAPER, PAPER_ROT, Progress, Stage, TrainingError, TrainingStep, train
+from carlreg.training.loop import Progress, train
 from carlreg.training.run import Settings
+from carlreg.training.stages import PAPER, PAPER_ROT, Stage
+from carlreg.training.step import TrainingStep
 
 
 def blobs(generator: torch.Generator, batch: int = 2) -> Tensor:
@@ -141,7 +144,7 @@ def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.Monke
         seen.append(options)
         return registration_loss(*arguments, **options)
 
-    monkeypatch.setattr("carlreg.training.loop.registration_loss", spy)
+    monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
     train(network(), draw, [Stage(1, "diffusion", weight=0.3, similarity="ssd")], out=tmp_path)
     assert {k: seen[0][k] for k in ("regularity", "weight", "similarity")} == {
         "regularity": "diffusion",
@@ -161,7 +164,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
         factor = torch.nan if calls in (2, 3) else 1.0
         return type(loss)(loss.total * factor, loss.similarity, loss.regularity)
 
-    monkeypatch.setattr("carlreg.training.loop.registration_loss", sometimes_nan)
+    monkeypatch.setattr("carlreg.training.step.registration_loss", sometimes_nan)
     seen: list[Progress] = []
     model = train(network(), draw, [Stage(5)], out=tmp_path, log_every=1, callback=seen.append)
     assert [p.skipped for p in seen] == [0, 1, 2, 2, 2]
@@ -181,7 +184,7 @@ def test_too_many_of_them_end_the_run_with_the_last_good_checkpoint(
         loss = registration_loss(*arguments, **options)
         return type(loss)(loss.total * (torch.nan if calls > 3 else 1.0), loss.similarity, loss.regularity)
 
-    monkeypatch.setattr("carlreg.training.loop.registration_loss", breaks)
+    monkeypatch.setattr("carlreg.training.step.registration_loss", breaks)
     with pytest.raises(TrainingError, match="5 steps in a row had gradients that are not finite"):
         train(network(), draw, [Stage(50)], out=tmp_path / "bad", save_every=3, log_every=1, most_skipped=4)
     kept = load(tmp_path / "bad" / "last.safetensors").state_dict()
@@ -285,7 +288,7 @@ def test_rotations_inside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append((phi.detach(), inverse.detach()))
         return registration_loss(phi, inverse, *images, **options)
 
-    monkeypatch.setattr("carlreg.training.loop.registration_loss", spy)
+    monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
     torch.manual_seed(0)
     train(gradicon(2, 2, **SMALL), draw, [Stage(2, learning_rate=0.0, rotate=True)], out=tmp_path)
     x = torch.rand(2, 50, 2)
@@ -384,7 +387,9 @@ def test_a_full_disk_costs_nothing_that_was_saved(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
 
     try:
-        with pytest.raises(TrainingError, match=r"state\.pt cannot be written: File too large; training has stopped"):
+        with pytest.raises(
+            TrainingError, match=r"last\.safetensors cannot be written: File too large; training has stop"
+        ):
             train(network(), draw, [Stage(6)], out=run, save_every=2, log_every=1, callback=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

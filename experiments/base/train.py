@@ -34,7 +34,8 @@ from carlreg.model.zoo import carl, gradicon
 from carlreg.objective.instance import instance_optimize
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.synthesis import random_anatomy
-from carlreg.training.loop import Progress, Stage, train
+from carlreg.training.loop import Progress, train
+from carlreg.training.stages import Stage
 
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from train import BATCH, NETWORKS, RATE  # type: ignore[import-not-found]
 
 from carlreg.files.atomic import write_atomically
-from carlreg.training.loop import Stage, TrainingStep
+from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
 
 SHAPE = (196, 141)
 """Of an image of the experiment."""

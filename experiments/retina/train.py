@@ -31,7 +31,8 @@ from carlreg.geometry.transforms import Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
 from carlreg.model.zoo import carl, gradicon, xi
-from carlreg.training.loop import Stage, TrainingStep
+from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
 
 NETWORKS = {
     "displacement": lambda: gradicon(2, 2),  # TwoStep{Down{TwoStep{Down{Ψ0}, Ψ1}}, Ψ2}

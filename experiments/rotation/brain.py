@@ -27,7 +27,8 @@ from carlreg.geometry.fitting import random_rotation
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load, save
 from carlreg.model.zoo import carl_rot
-from carlreg.training.loop import Stage, train
+from carlreg.training.loop import train
+from carlreg.training.stages import Stage
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 

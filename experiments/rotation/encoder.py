@@ -38,7 +38,7 @@ from carlreg.model.encoder import Symmetrized
 from carlreg.model.files import save
 from carlreg.model.zoo import carl_rot, first_step
 from carlreg.preparation import FOREGROUND
-from carlreg.training.loop import Stage
+from carlreg.training.stages import Stage
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))

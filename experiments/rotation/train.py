@@ -33,7 +33,7 @@ from train import (  # type: ignore[import-not-found]
 )
 
 from carlreg.model.zoo import carl, carl_rot, gradicon
-from carlreg.training.loop import Stage
+from carlreg.training.stages import Stage
 
 UNETS = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
 COMPARED = ("rot", "outside", "CARL", "displacement")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from carlreg.objective.losses import Loss, diffusion, lncc, lncc2, mind, registration_loss, ssd
     from carlreg.registration.api import register
     from carlreg.registration.result import Registration
-    from carlreg.training.loop import Stage, train
+    from carlreg.training.loop import train
+    from carlreg.training.stages import Stage
 
 __version__ = "0.1.0"
 
@@ -62,7 +63,8 @@ _HOME = {
     "objective.losses": ["Loss", "diffusion", "lncc", "lncc2", "mind", "registration_loss", "ssd"],
     "registration.api": ["register"],
     "registration.result": ["Registration"],
-    "training.loop": ["Stage", "train"],
+    "training.loop": ["train"],
+    "training.stages": ["Stage"],
 }
 _ROOM_OF = {name: room for room, names in _HOME.items() for name in names}
 

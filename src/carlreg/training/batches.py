@@ -1,101 +1,107 @@
-"""Prepared images as pairs: drawn at random for training, and the same ones each time for validation."""
+"""The batches of a stage: drawn one after the other, on a GPU while the step before still runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from carlreg.geometry.transforms import Affine, warp
-from carlreg.training.augmentation import Augmentation, apply
-from carlreg.training.cache import Prepared
-from carlreg.training.distributed import Team
-from carlreg.training.manifest import Cohort
+from carlreg.errors import InputError
 
 
-def hold(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """All of them on the GPU, where they take at most half of its free memory; else where they are, on disk."""
-    if device.type != "cuda":
-        return tensors
-    free, _ = torch.cuda.mem_get_info(device)
-    if sum(tensor.nbytes for tensor in tensors) > free / 2:
-        return tensors
-    return [tensor.to(device) for tensor in tensors]
+class Batch(NamedTuple):
+    """The tensors of one training step."""
+
+    moving: Tensor
+    """(B, C, *shape), like `fixed`: the images that the network sees."""
+    fixed: Tensor
+    moving_labels: Tensor | None = None
+    """(B, K, *shape), like `fixed_labels`: one map from 0 to 1 for each structure. Needed by stages with a
+    `label_weight`."""
+    fixed_labels: Tensor | None = None
+    moving_target: Tensor | None = None
+    """(B, C, *shape), like `fixed_target`: the images that the loss compares, if they differ from those that the
+    network sees; for example the original scans if the network sees them with a random contrast."""
+    fixed_target: Tensor | None = None
+
+    @property
+    def labels(self) -> tuple[Tensor, Tensor] | None:
+        return _both(self.moving_labels, self.fixed_labels)
+
+    @property
+    def targets(self) -> tuple[Tensor, Tensor] | None:
+        return _both(self.moving_target, self.fixed_target)
 
 
-def intensities(images: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Prepared images (1, *grid) as one batch (B, 1, *grid), from 0 to 1."""
-    return torch.stack(list(images)).to(device, non_blocking=True).float() / 255
+Draw = Callable[[torch.Generator], tuple[Tensor | None, ...]]
+"""Draw a `Batch`, or a tuple that starts like one: two images, then two label maps, then two targets. All randomness
+must come from the generator, which is a CPU generator. On a GPU the function is called in a background thread, on a
+stream of its own, while the previous step runs.
+
+If several processes train together, each draws its own part of the joint batch, with generators in the same state, and
+must leave them in the same state: `carlreg.training.distributed.shared` turns a function that draws the joint batch
+into such a function.
+"""
 
 
-STRUCTURES = 16
-"""Of a pair, at most, that are learnt from in one step: so many maps of the image's size are held in memory."""
+class Batches:
+    """The batches of a stage, each determined by the seed of its step; on a GPU they can be drawn ahead.
 
-
-class TrainingPairs:
-    """Draws a batch of pairs, each varied as the augmentation says; `labelled`, with structures that both images show,
-    chosen anew each time where there are many.
-
-    Of several processes that train together, each makes its own part of the batch. All random numbers are drawn for
-    the whole, so that the parts fit together whatever their number.
-
-    >>> train(model, TrainingPairs(cohort, prepared, batch=4, device=device), stages, out="run")
+    Nothing may be drawn during the capture of a CUDA graph: allocations in another thread would break it.
     """
 
-    def __init__(
-        self,
-        cohort: Cohort,
-        prepared: Sequence[Prepared],
-        *,
-        batch: int,
-        device: torch.device,
-        augmentation: Augmentation | None = None,
-        labelled: bool = False,
-    ) -> None:
-        if batch < 1:
-            raise ValueError(f"the batch is {batch}; expected 1 or more")
-        self.pairs, self.batch, self.device = cohort.pairs, batch, device
-        self.augmentation = augmentation or Augmentation()
-        self.images = hold([case.image for case in prepared], device)
-        self.dim = prepared[0].image.dim() - 1
-        self.labels: Sequence[Tensor] = ()
-        if labelled:
-            known = [torch.zeros_like(case.image) if case.labels is None else case.labels for case in prepared]
-            self.labels = hold(known, device)
-            self.values = [set(labels.unique().tolist()) - {0} for labels in known]
+    def __init__(self, draw: Draw, seed: Callable[[int], int], steps: int, device: torch.device) -> None:
+        self.draw, self.seed, self.steps, self.device = draw, seed, steps, device
+        self.ahead: tuple[int, Future[tuple[Batch, torch.cuda.Event]]] | None = None
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="draw") if on_gpu else None
 
-    def __call__(self, generator: torch.Generator) -> tuple[Tensor, ...]:
-        chosen = torch.tensor([self._choose(generator) for _ in range(self.batch)])  # (B, 2): moving, fixed
-        maps = self.augmentation.draw(self.batch, self.dim, generator)
-        images = [self._part(chosen[:, i], maps[i].matrix) for i in range(2)]
-        if not self.labels:
-            return tuple(images)
-        values = torch.stack([self._pick(moving, fixed, generator) for moving, fixed in chosen.tolist()])
-        return (*images, *(self._structures(chosen[:, i], maps[i].matrix, values) for i in range(2)))
+    def take(self, step: int) -> Batch:
+        """The batch of a step: the one drawn ahead, or a new one. An error of the background thread is raised here."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is None or ahead[0] != step:
+            batch = self._draw(step)
+        else:
+            batch, drawn = ahead[1].result()
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(drawn)
+            for tensor in batch:
+                if tensor is not None:
+                    tensor.record_stream(current)  # keeps its memory from being reused before this stream is done
+        if self.worker is not None:
+            self.begun = torch.cuda.Event()
+            self.begun.record(torch.cuda.current_stream(self.device))
+        return batch
 
-    def _choose(self, generator: torch.Generator) -> tuple[int, int]:
-        if self.pairs is not None:
-            pair = self.pairs[int(torch.randint(len(self.pairs), (), generator=generator))]
-            return pair.moving, pair.fixed
-        first, second = torch.randperm(len(self.images), generator=generator)[:2].tolist()
-        return first, second
+    def draw_ahead(self, step: int) -> None:
+        """Start drawing the batch of the next step. Does nothing on a CPU or after the last step."""
+        if self.worker is not None and step < self.steps:
+            self.ahead = step, self.worker.submit(self._draw_ahead, step, self.begun)
 
-    def _part(self, indices: Tensor, matrices: Tensor) -> Tensor:
-        team = Team.current()
-        images = intensities([self.images[i] for i in team.part(indices).tolist()], self.device)
-        return apply(Affine(team.part(matrices)), images)
+    def wait(self) -> None:
+        """Wait until the background thread is idle."""
+        if self.ahead is not None:
+            self.ahead[1].exception()
 
-    def _pick(self, moving: int, fixed: int, generator: torch.Generator) -> Tensor:
-        """Labels that both have, (STRUCTURES,), filled up with 0."""
-        common = sorted(self.values[moving] & self.values[fixed])
-        order = torch.randperm(len(common), generator=generator)[:STRUCTURES].tolist()
-        return torch.tensor([common[i] for i in order] + [0] * (STRUCTURES - len(order)))
+    def _draw_ahead(self, step: int, begun: torch.cuda.Event) -> tuple[Batch, torch.cuda.Event]:
+        assert self.stream is not None
+        begun.synchronize()  # so that at most one batch is waiting
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            batch = self._draw(step)
+            drawn = torch.cuda.Event()
+            drawn.record(self.stream)
+        return batch, drawn
 
-    def _structures(self, indices: Tensor, matrices: Tensor, values: Tensor) -> Tensor:
-        """One map for each of the labels, (B, STRUCTURES, *grid): 1 where it is, else 0."""
-        team = Team.current()
-        labels = torch.stack([self.labels[i] for i in team.part(indices).tolist()]).to(self.device).float()
-        warped = warp(labels, Affine(team.part(matrices)).to(labels), like=labels, mode="nearest")
-        wanted = team.part(values).to(self.device).reshape(-1, STRUCTURES, *[1] * self.dim)
-        return ((warped == wanted) & (wanted > 0)).byte()
+    def _draw(self, step: int) -> Batch:
+        drawn = self.draw(torch.Generator().manual_seed(self.seed(step)))
+        if len(drawn) not in (2, 4, 6):
+            raise InputError(f"{len(drawn)} tensors were drawn; expected 2 images, then 2 label maps, then 2 targets")
+        return Batch(*(None if part is None else part.to(self.device, non_blocking=True) for part in drawn))  # type: ignore[arg-type]
+
+
+def _both(moving: Tensor | None, fixed: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if moving is None or fixed is None else (moving, fixed)

@@ -1,7 +1,7 @@
-"""Several processes that train one model: each on its part of the batch, with the average of their gradients.
+"""Several processes that train one model: each takes its part of the batch, and gradients are averaged.
 
-Gradients are averaged explicitly, after the backward pass, by one all-reduce. PyTorch's wrapper for this counts on a
-model being called through `forward`; a registration algorithm is called through `both`.
+Gradients are averaged explicitly, by one all-reduce after the backward pass. PyTorch's DistributedDataParallel relies
+on a model being called through `forward`; a registration algorithm is called through `both`.
 """
 
 from __future__ import annotations
@@ -10,39 +10,44 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from carlreg.errors import DependencyError, InputError
+
+TIMEOUT = timedelta(hours=12)
+"""How long processes wait for each other: the first one may be preparing images, or validating."""
+
 
 @dataclass(frozen=True)
 class Team:
-    """The processes that work together, and which of them this one is."""
+    """The processes that train together, and the rank of this one."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def current(cls) -> Team:
-        """That of `torch.distributed`, where it is initialised; else this process alone."""
+        """The team of `torch.distributed` if it is initialised, otherwise this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that writes files and speaks."""
+        """Whether this is the process that writes files and prints messages."""
         return self.rank == 0
 
     def part(self, batch: Tensor) -> Tensor:
-        """Every `size`-th item of the joined batch, beginning with the `rank`-th: this process's part of it."""
-        if len(batch) % self.size:
-            raise ValueError(f"a batch of {len(batch)} cannot be shared by {self.size} processes; expected a multiple")
+        """This process's part of the joint batch: every `size`-th item, starting with the `rank`-th."""
+        check_batch(len(batch), self.size)
         return batch[self.rank :: self.size]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors, of the same shapes on every process, by their mean over the processes."""
+        """Replace tensors, which have the same shapes on every process, by their mean over the processes."""
         if self.size == 1 or not tensors:
             return
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
@@ -58,40 +63,47 @@ class Team:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
-    def leader_says(self, answer: bool, device: torch.device) -> bool:
-        """The leading process's answer, for what each would decide differently, such as whether time is up."""
+    def as_leader(self, answer: bool, device: torch.device) -> bool:
+        """The leading process's answer to a question that each process could answer differently."""
         if self.size == 1:
             return answer
-        said = torch.tensor(answer, dtype=torch.int32, device=device)
-        dist.broadcast(said, src=0)
-        return bool(said)
+        flag = torch.tensor(answer, dtype=torch.int32, device=device)
+        dist.broadcast(flag, src=0)
+        return bool(flag)
 
-    def leave(self) -> None:
-        """Part, when all is done."""
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+    def shut_down(self) -> None:
+        """Wait for all processes, then destroy the process group."""
         if self.size > 1:
             dist.barrier()
             dist.destroy_process_group()
 
-    def wait(self) -> None:
-        """Go on when all have come here."""
-        if self.size > 1:
-            dist.barrier()
+
+def check_batch(batch: int, processes: int) -> None:
+    if batch % processes:
+        raise InputError(f"a batch of {batch} cannot be shared by {processes} processes; expected a multiple")
 
 
-def shared(draw: Callable[[torch.Generator], tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A function that draws the joined batch, as one that draws this process's part of it."""
+def shared(
+    draw: Callable[[torch.Generator], tuple[Tensor | None, ...]],
+) -> Callable[[torch.Generator], tuple[Tensor | None, ...]]:
+    """Turn a function that draws the joint batch into one that draws this process's part of it."""
 
-    def own(generator: torch.Generator) -> tuple[Tensor, ...]:
+    def own(generator: torch.Generator) -> tuple[Tensor | None, ...]:
         team = Team.current()
-        return tuple(team.part(drawn) for drawn in draw(generator))
+        return tuple(None if drawn is None else team.part(drawn) for drawn in draw(generator))
 
     return own
 
 
 def processes(devices: int, nodes: int) -> tuple[int, int]:
-    """How many there will be on each machine, and how many machines: what is asked for, or what torchrun says."""
+    """The number of processes per machine and of machines: as requested, or as torchrun has set them up."""
     if devices < 1 or nodes < 1:
-        raise ValueError(f"devices is {devices} and nodes is {nodes}; expected 1 or more of each")
+        raise InputError(f"devices is {devices} and nodes is {nodes}; expected 1 or more of each")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
@@ -101,21 +113,22 @@ def processes(devices: int, nodes: int) -> tuple[int, int]:
 def launch(device: torch.device, devices: int = 1, nodes: int = 1) -> tuple[Team, torch.device]:
     """Start the other processes, or join those that torchrun or a cluster's scheduler has started.
 
-    Gives the team and this process's device. With `devices=1` and `nodes=1`, outside of torchrun, nothing happens.
+    Returns the team and this process's device. With `devices=1` and `nodes=1`, outside of torchrun, nothing happens.
     Otherwise lightning-fabric runs this program again, with the same arguments, once for each further device.
     """
     devices, nodes = processes(devices, nodes)
     if devices * nodes == 1:
         return Team(), device
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"several processes cannot share {device}; expected 'cuda' or 'cpu'")
+        raise InputError(f"several processes cannot share {device}; expected 'cuda' or 'cpu'")
     if device.type == "cuda" and devices > torch.cuda.device_count():
-        raise ValueError(f"devices is {devices}, but there are {torch.cuda.device_count()} GPUs here")
+        raise InputError(f"devices is {devices}, but this machine has {torch.cuda.device_count()} GPUs")
     try:
         from lightning_fabric import Fabric
+        from lightning_fabric.strategies.ddp import DDPStrategy
     except ImportError as error:
-        raise ImportError("several devices need lightning-fabric: pip install 'carlreg[train]'") from error
+        raise DependencyError("several devices need lightning-fabric: pip install 'carlreg[train]'") from error
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-    fabric = Fabric(accelerator=device.type, devices=devices, num_nodes=nodes, strategy="ddp")
+    fabric = Fabric(accelerator=device.type, devices=devices, num_nodes=nodes, strategy=DDPStrategy(timeout=TIMEOUT))
     fabric.launch()
     return Team.current(), fabric.device

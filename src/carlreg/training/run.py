@@ -31,12 +31,14 @@ from carlreg.model.shipped import available
 from carlreg.model.unet import UNet
 from carlreg.model.zoo import carl, carl_rot, gradicon, xi
 from carlreg.objective.losses import SIMILARITIES
-from carlreg.training import cache, manifest
+from carlreg.training import cache
+from carlreg.training import cohort as manifest
 from carlreg.training.augmentation import Augmentation
-from carlreg.training.batches import TrainingPairs
 from carlreg.training.distributed import launch, processes
 from carlreg.training.logging import Board, is_installed, picture, plot_curves
-from carlreg.training.loop import Progress, Stage, train
+from carlreg.training.loop import Progress, train
+from carlreg.training.pairs import TrainingPairs
+from carlreg.training.stages import Stage
 from carlreg.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -256,7 +258,7 @@ def run(
         shown = Watch()
     if team.leads and not resumes:
         _start_folder(folder, config)
-    team.wait()
+    team.barrier()
     stages = settings.stages()
     offsets = [sum(stage.steps for stage in stages[:i]) for i in range(len(stages) + 1)]
     done = _steps_done(folder, offsets) if resumes else 0
@@ -338,7 +340,7 @@ def run(
             board.close()
     if team.leads and (folder / "log.jsonl").exists():
         plot_curves(folder, None if judge is None else judge.measure)
-    team.leave()
+    team.shut_down()
     best = folder / "best.safetensors"
     return best if best.exists() else folder / "last.safetensors"
 

@@ -19,9 +19,9 @@ from carlreg.geometry.transforms import Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.objective.losses import SIMILARITIES
 from carlreg.objective.metrics import dice, mean_score, target_registration_error
-from carlreg.training.batches import intensities
 from carlreg.training.cache import Prepared
-from carlreg.training.manifest import Cohort, DatasetError, Pair
+from carlreg.training.cohort import Cohort, DatasetError, Pair
+from carlreg.training.pairs import intensities
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""The folder of a run: its files, the checkpoint that it resumes from, and whether it holds the same run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carlreg.errors import CarlError, InputError
+from carlreg.files.atomic import write_atomically
+from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import save
+
+PathLike = str | os.PathLike[str]
+
+STATE, LAST, BEST, LOG = "state.pt", "last.safetensors", "best.safetensors", "log.jsonl"
+
+
+class TrainingError(CarlError, RuntimeError):
+    """A run that cannot continue. Its last good checkpoint is on disk."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run resumes from."""
+
+    run: Mapping[str, Any]
+    """Model, stages and seed: a run with others does not resume from here."""
+    stage: int = 0
+    """Of the next step; the number of stages if all of them are finished."""
+    step: int = 0
+    skipped: int = 0
+    best: float | None = None
+    """The best validation score so far; larger is better."""
+    refined: tuple[int, ...] = ()
+    """Stages that have appended their refinement."""
+    weights: Mapping[str, Tensor] | None = None
+    optimizer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run. If several processes train together, only the leading one writes."""
+
+    path: Path
+    writes: bool = True
+
+    @property
+    def model_file(self) -> Path:
+        """The best model, or the last one if none was validated."""
+        return self.path / (BEST if (self.path / BEST).exists() else LAST)
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Append a line to the log."""
+        if self.writes:
+            with self._writing(LOG) as path, path.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(entry) + "\n")
+
+    def save_best(self, model: RegistrationAlgorithm, metadata: Mapping[str, str] | None) -> None:
+        with self._writing(BEST) as path:
+            save(model, path, metadata=metadata)
+
+    def save(
+        self, checkpoint: Checkpoint, model: RegistrationAlgorithm, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the model, then the checkpoint: whenever the run is killed, a finished checkpoint has its model."""
+        if not self.writes:
+            return
+        with self._writing(LAST) as path:
+            save(model, path, metadata=metadata)
+        content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+        buffer = io.BytesIO()
+        torch.save({**content, "refined": list(checkpoint.refined), "weights": model.state_dict()}, buffer)
+        with self._writing(STATE) as path:
+            write_atomically(path, buffer.getvalue())
+        if checkpoint.best is None:
+            (self.path / BEST).unlink(missing_ok=True)  # of a run that this one replaces
+
+    def read_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint, on the CPU; None if there is none yet."""
+        path = self.path / STATE
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            return Checkpoint(**{**content, "refined": tuple(content["refined"])})
+        except FileNotFoundError:
+            return None
+        except (RuntimeError, ValueError, TypeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise InputError(
+                f"{path} is damaged ({type(error).__name__}); delete it to train from the start, or restore a copy"
+            ) from error
+
+    def truncate_log(self, stage: int, step: int) -> None:
+        """Remove lines about later steps, which will be repeated, and lines that were cut off."""
+        path = self.path / LOG
+        if self.writes and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_atomically(path, "".join(line for line in lines if _is_until(line, stage, step)).encode())
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """A file that cannot be written ends the run; existing files stay as they are."""
+        path = self.path / name
+        try:
+            yield path
+        except OSError as error:
+            raise TrainingError(
+                f"{path} cannot be written: {error.strerror or error}; training has stopped, earlier files are intact: "
+                "free some space and run the same command to resume from the last checkpoint"
+            ) from error
+
+
+def refuse_other_run(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if a folder holds a run that differs in anything that decides its outcome."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            values = f" ({before.get(name)}, now {value})"
+            difference = name.replace("_", " ") + (values if len(values) < 60 else "")
+            raise InputError(
+                f"{folder} holds a run with another {difference}; repeat the command that started it to resume it, "
+                "choose another folder, or start again with --overwrite"
+            )
+
+
+def _is_until(line: str, stage: int, step: int) -> bool:
+    try:
+        entry = json.loads(line)
+        return line.endswith("\n") and (entry["stage"], entry["step"]) <= (stage, step)
+    except (ValueError, KeyError, TypeError):
+        return False
