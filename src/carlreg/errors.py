@@ -16,6 +16,10 @@ class OutputError(CarlError, OSError):
     """A result that cannot be written: the target exists, or the disk refused it."""
 
 
+class ExistsError(OutputError, FileExistsError):
+    """A target that exists already and must not be overwritten."""
+
+
 class DependencyError(CarlError, ImportError):
     """An optional package that is not installed. The message says how to install it."""
 

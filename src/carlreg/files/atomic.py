@@ -1,23 +1,224 @@
-"""Atomic writing: a file appears whole or not at all."""
+"""The one writer: a file, or a set of files in a folder, appears whole or not at all.
+
+Everything is written to a hidden staging folder beside the target, flushed to the disk and then renamed, with the
+permissions that the umask leaves. A failure removes the staging folder and leaves the target as it was. A killed
+process leaves its staging folder behind: the next writer of the same target removes it, unless its lock shows that
+another process still uses it.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
-import tempfile
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from carlreg.errors import CarlError, ExistsError, OutputError
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write beside the target, then rename: a reader never sees half a file, a failure leaves the old one."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+PathLike = str | os.PathLike[str]
+SUFFIX = ".carl-tmp"
+"""The end of every staging folder's name; nothing else is ever swept."""
+STAGED = re.compile(r"[/\\]\.[^/\\]*\.[0-9a-f]{8}\.carl-tmp(?:[/\\](?:new|old))?(?=[/\\])")
+
+
+def write_atomically(path: PathLike, content: bytes | Callable[[Path], object], *, overwrite: bool = True) -> None:
+    """Write bytes, or what a function writes to the path that it is called with: the target's name in another folder.
+
+    The function raises if the file is not whole. Libraries hide why; if the disk is full, the error says so.
+
+    >>> write_atomically("scores.csv", b"dice\\n0.9\\n")
+    """
+    target = Path(os.path.realpath(path))
+    write = content if callable(content) else lambda temporary: temporary.write_bytes(content)
+    with _named(path):
+        refuse_existing(path, overwrite)
+        with _staging(target.parent, target.name) as staging:
+            temporary = staging / target.name
+            try:
+                write(temporary)
+            except Exception:
+                _raise_disk_error(temporary)
+                raise
+            _flush(temporary)
+            refuse_existing(path, overwrite)
+            os.replace(temporary, target)
+            _flush_folder(target.parent)
+
+
+@contextmanager
+def write_together(folder: PathLike, names: Collection[str], *, last: str, overwrite: bool = False) -> Iterator[Path]:
+    """Give a staging folder, then put the files written there into `folder`, where they replace those called `names`.
+
+    `last` is removed first and arrives last, so a folder without it is unfinished and free to use. Old and new files
+    are never there at the same time. Files with other names stay, unless a staged file of the same name replaces
+    them. A second writer waits for the first. On failure, the folder is as it was.
+
+    >>> with write_together("out", ["scores.csv", "scores.json"], last="scores.json") as staging:
+    ...     write_atomically(staging / "scores.csv", b"...")
+    ...     write_atomically(staging / "scores.json", b"...")
+    """
+    target = Path(os.path.realpath(folder))
+    with _named(folder), _locked(target):
+        refuse_result(folder, last, overwrite)
+        with _staging(target, "files") as staging:
+            new, old = staging / "new", staging / "old"
+            new.mkdir()
+            old.mkdir()
+            yield new
+            staged = sorted(path.name for path in new.iterdir())
+            for name in staged:
+                _flush(new / name)
+                refuse_existing(Path(folder) / name, overwrite or name in names)
+            try:
+                _move(target, old, sorted({*names, *staged}, key=lambda name: name != last))
+                _move(new, target, sorted(staged, key=lambda name: name == last))
+            except BaseException:
+                _move(target, new, [name for name in staged if not (new / name).exists()])
+                _move(old, target, sorted(os.listdir(old), key=lambda name: name == last))
+                raise
+            _flush_folder(target)
+
+
+def refuse_existing(path: PathLike, overwrite: bool) -> None:
+    """Raise if a file exists and must not be overwritten, or is a folder."""
+    if Path(path).is_dir():
+        raise OutputError(f"{path} is a folder; expected the name of a file")
+    if Path(path).exists() and not overwrite:
+        raise ExistsError(f"{path} exists already; choose another name, or allow overwriting")
+
+
+def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
+    """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten."""
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise ExistsError(f"{target} is a file; expected a folder for the results: choose another name")
+    if (target / last).exists() and not overwrite:
+        raise ExistsError(f"{target} already holds {last}; choose another folder, or allow overwriting")
+    above = next(one for one in (target, *target.absolute().parents) if one.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(f"{target} cannot be written: no permission in {above}; choose a folder that you may write")
+    return target
+
+
+# ---- staging --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _staging(folder: Path, name: str) -> Iterator[Path]:
+    """Make a hidden folder for one writer of `name`, locked while it is in use. Leftovers of killed ones go first."""
+    start = f".{name[:50]}."  # file names have at most 255 bytes
+    for leftover in folder.glob(f"{glob.escape(start)}*{SUFFIX}"):
+        with suppress(OSError), _lock(leftover, wait=False) as locked:
+            if locked:
+                shutil.rmtree(leftover, ignore_errors=True)
+    with ExitStack() as stack:
+
+        def make() -> Path:
+            staging = folder / f"{start}{secrets.token_hex(4)}{SUFFIX}"
+            staging.mkdir()
+            return staging
+
+        staging = _make_and_lock(stack, make)
+        stack.callback(shutil.rmtree, staging, ignore_errors=True)
+        yield staging
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make a folder and wait for its lock; on failure, remove the folders that were made."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+
+    def make() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = os.fspath(target)  # a disk that is full does not say for which file
+        with ExitStack() as stack:
+            _make_and_lock(stack, make)
+            yield
+    except BaseException:
+        for one in missing:
+            with suppress(OSError):  # another writer uses it by now
+                one.rmdir()
         raise
+
+
+def _make_and_lock(stack: ExitStack, make: Callable[[], Path]) -> Path:
+    """Make a folder and lock it; once more if another writer has removed it meanwhile, as a leftover, say."""
+    while True:
+        folder = make()
+        with suppress(FileNotFoundError):
+            stack.enter_context(_lock(folder, wait=True))
+            return folder
+
+
+@contextmanager
+def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock a folder until the end of the block or of this process; False if that is not possible."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: writers do not wait for each other, and leftovers stay
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        except OSError:  # another process holds it, or the file system has no locks
+            locked = False
+        if not os.path.samestat(os.fstat(handle), os.stat(folder)):
+            raise FileNotFoundError(folder)
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def _move(source: Path, target: Path, names: Collection[str]) -> None:
+    for name in names:
+        if (source / name).is_symlink() or (source / name).is_file():
+            os.rename(source / name, target / name)
+
+
+# ---- the disk -------------------------------------------------------------------------------------------------------
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush renames, if the system can flush folders. The file has its name already, so this is no reason to fail."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _raise_disk_error(temporary: Path) -> None:
+    """Raise what the disk answers to one more write to a file, if that fails."""
+    with open(temporary, "ab") as file:
+        file.write(bytes(2**20))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _named(path: PathLike) -> Iterator[None]:
+    """Raise errors with the target's path instead of the staged one, those of the operating system as OutputError."""
+    try:
+        yield
+    except Exception as error:
+        error.args = tuple(STAGED.sub("", text) if isinstance(text, str) else text for text in error.args)
+        if not isinstance(error, OSError) or (isinstance(error, CarlError) and error.errno is None):
+            raise
+        staged = isinstance(error.filename, str) and STAGED.search(error.filename)
+        name = STAGED.sub("", error.filename) if staged else os.fspath(path)
+        raise OutputError(error.errno, error.strerror or str(error), name) from error
