@@ -658,7 +658,7 @@ def test_bad_arrays_are_refused() -> None:
 def test_overwriting_needs_leave(tmp_path: Path) -> None:
     first, second = oblique(), oblique()
     write(first, tmp_path / "a.nii.gz")
-    with pytest.raises(ImageError, match="exists already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         write(second, tmp_path / "a.nii.gz")
     assert np.array_equal(read(tmp_path / "a.nii.gz").data, first.data)
     write(second, tmp_path / "a.nii.gz", overwrite=True)
@@ -711,7 +711,7 @@ def test_failing_in_the_middle_leaves_the_old_file_alone(
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="No such file or directory"):
+    with pytest.raises(OSError, match="No such file or directory"):
         write(oblique(), tmp_path / "none" / "a.nii.gz")
 
 

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,15 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from carlreg.errors import OutputError
+from carlreg.files.atomic import write_atomically
 from carlreg.geometry.grids import Grid
 
 PathLike = str | os.PathLike[str]
 Matrix = npt.NDArray[np.float64]
 
+NIFTI_HEADER = 352
+"""Bytes before the voxels of a NIfTI-1 file."""
 MOST_VOXELS = 4e9
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
@@ -384,49 +387,69 @@ def _times(size: Iterable[int]) -> str:
 def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
     """Write an image in the format of the name's extension, in its own type. The file appears whole or not at all.
 
-    The header is read back before the file gets its name: a format that cannot hold the image's type, its third axis
-    or its directions is refused. PNG, TIFF and JPEG have no place for positions, which are lost.
+    A format that cannot store the image's type, its third axis or its directions is refused. PNG, TIFF, JPEG and BMP
+    have no positions: those are lost.
 
     >>> write(image, "warped.nii.gz")
     """
     path = Path(path)
-    ending = ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix
-    if not ending or ending.lower() in TWO_FILES:
-        found = f"{ending} takes two files" if ending else "its name has no extension"
-        raise ImageError(f"{path} cannot be written: {found}; expected one file, .nii.gz say")
-    if path.exists() and not overwrite:
-        raise ImageError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=ending)
-    except OSError as error:
-        raise ImageError(f"{path} cannot be written: {error.strerror}: {path.parent}; expected a folder") from error
-    temporary = Path(name)
-    try:
-        os.close(handle)
-        _write_and_look(image, path, temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    ending = path.suffix.lower()
+    if not ending or ending in TWO_FILES:
+        reason = f"{ending} takes two files" if ending else "its name has no extension"
+        raise ImageError(f"{path} cannot be written: {reason}; expected one file, such as .nii.gz")
+    source = image.to_sitk()
+
+    def save(temporary: Path) -> None:
+        write_sitk(source, temporary)
+        _check_stored(image, source.GetPixelID(), temporary)
+
+    write_atomically(path, save, overwrite=overwrite)
 
 
-def _write_and_look(image: Image, path: Path, temporary: Path) -> None:
-    source, ending = image.to_sitk(), path.suffix.lower()
-    _run(path, lambda: _sitk().WriteImage(source, str(temporary), ending in (".nrrd", ".mha")), "written")
-    back = _run(path, lambda: _header(temporary), "written")
+def write_sitk(source: Any, path: Path) -> None:
+    """Write a SimpleITK image and check that all of it is in the file: SimpleITK does not report a full disk."""
+    _run(path, lambda: _sitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha")), "written")
+    array = _sitk().GetArrayViewFromImage(source)
+    if path.name.lower().endswith((".nii", ".nii.gz")):
+        whole = _count_bytes(path) == NIFTI_HEADER + array.nbytes
+    elif path.suffix.lower() == ".nrrd":
+        whole = _count_bytes(path, header=True) == array.nbytes
+    else:
+        stored = _run(path, lambda: _sitk().ReadImage(str(path)), "written")
+        lossy = path.suffix.lower() in (".jpg", ".jpeg") or stored.GetSize() != source.GetSize()  # `write` checks that
+        whole = lossy or np.array_equal(_sitk().GetArrayViewFromImage(stored), array, equal_nan=True)
+    if not whole:
+        raise OutputError(f"{path} was not written completely; check the disk, then try again")
+
+
+def _count_bytes(path: Path, *, header: bool = False) -> int:
+    """The uncompressed length of a file, without the text header that NRRD begins with; 0 if it is damaged."""
+    with open(path, "rb") as file:
+        while header and file.readline().strip():
+            pass
+        compressed = file.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            with cast("IO[bytes]", gzip.GzipFile(fileobj=file) if compressed else file) as stream:
+                return sum(len(block) for block in iter(lambda: stream.read(2**20), b""))
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return 0
+
+
+def _check_stored(image: Image, pixel_type: int, path: Path) -> None:
+    """Read the header back: formats drop without a warning what they cannot store."""
+    header = _run(path, lambda: _header(path), "written")
     lost = []
-    if back.GetPixelID() != source.GetPixelID():
+    if header.GetPixelID() != pixel_type:
         lost.append(f"values of type {image.data.dtype}")
-    if tuple(back.GetSize()) != image.shape:
+    if tuple(header.GetSize()) != image.shape:
         lost.append(f"a size of {_times(image.shape)}")
-    elif ending not in WITHOUT_POSITION:
-        affine = _affine(image.dim, back.GetDirection(), back.GetSpacing(), back.GetOrigin())
+    elif path.suffix.lower() not in WITHOUT_POSITION:
+        affine = _affine(image.dim, header.GetDirection(), header.GetSpacing(), header.GetOrigin())
         shift = _largest_shift(affine, image)
         if shift > 0.01 * min(image.spacing):
             lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
     if lost:
-        raise ImageError(f"{path} was not written: its format cannot hold {' or '.join(lost)}; expected another format")
+        raise ImageError(f"{path} was not written: its format cannot hold {' or '.join(lost)}; choose another format")
 
 
 def _largest_shift(affine: Matrix, image: Image) -> float:

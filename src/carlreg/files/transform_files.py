@@ -9,13 +9,17 @@ import math
 import os
 import re
 import struct
-import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from carlreg.errors import DependencyError, OutputError
+from carlreg.files.atomic import write_atomically
 from carlreg.files.images import (
     Image,
     ImageError,
@@ -26,6 +30,7 @@ from carlreg.files.images import (
     _header,
     _largest_shift,
     _sitk,
+    write_sitk,
 )
 from carlreg.files.world_transform import (
     ItkTransform,
@@ -61,12 +66,13 @@ def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite
         raise TransformError(f"{path} can hold an affine map only; expected .h5 or .tfm, or the affine part alone")
     if ending not in (*HDF5, *TEXT, ".mat"):
         raise TransformError(f"{path} has the extension {ending!r}; expected .h5, .tfm or .mat for a transform")
-    if ending in HDF5 and isinstance(transform, WorldTransform):
-        tree = _hdf5_tree(transform)
-        _write_whole(path, overwrite, lambda temporary: _write_hdf5(temporary, tree))
+    if isinstance(transform, ItkTransform):
+        content: bytes | Callable[[Path], object] = partial(_write_itk, transform.to_sitk())
+    elif ending in HDF5:
+        content = partial(_write_hdf5, _parts(transform))
     else:
-        itk = transform.to_sitk()
-        _write_whole(path, overwrite, lambda temporary: _sitk().WriteTransform(itk, str(temporary)))
+        content = _matlab(_parts(transform)[0]) if ending == ".mat" else _text(_parts(transform))
+    write_atomically(path, content, overwrite=overwrite)
 
 
 def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: bool = False) -> None:
@@ -81,17 +87,20 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
     source = _vector_image(field, grid.affine)
 
     def save(temporary: Path) -> None:
-        _sitk().WriteImage(source, str(temporary))
-        back = _header(temporary)
-        if back.GetSize() != source.GetSize() or back.GetNumberOfComponents() != grid.dim:
+        try:
+            write_sitk(source, temporary)
+        except ImageError as error:
+            raise TransformError(str(error)) from error
+        header = _header(temporary)
+        if header.GetSize() != source.GetSize() or header.GetNumberOfComponents() != grid.dim:
             raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz, say")
-        apart = _largest_shift(_geometry(back), grid)
-        if apart > 0.01 * min(grid.spacing):
+        shift = _largest_shift(_geometry(header), grid)
+        if shift > 0.01 * min(grid.spacing):
             raise TransformError(
-                f"{path} was not written: its format would move voxels by {apart:.3g} mm; expected .mha"
+                f"{path} was not written: its format would move voxels by {shift:.3g} mm; expected .mha"
             )
 
-    _write_whole(path, overwrite, save)
+    write_atomically(path, save, overwrite=overwrite)
 
 
 def write_learn2reg(
@@ -111,7 +120,7 @@ def write_learn2reg(
     direction = np.eye(4)
     direction[:3, :3] = fixed.affine[:-1, :-1] / np.array(fixed.spacing)
     image.SetDirection(direction.ravel().tolist())
-    _write_whole(path, overwrite, lambda temporary: _sitk().WriteImage(image, str(temporary)))
+    write_atomically(path, partial(write_sitk, image), overwrite=overwrite)
 
 
 def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
@@ -150,110 +159,78 @@ def is_warp(path: PathLike) -> bool:
     return bool(header.GetDimension() in (2, 3) and header.GetNumberOfComponents() == header.GetDimension())
 
 
-def _write_whole(path: PathLike, overwrite: bool, save: Callable[[Path], object]) -> None:
-    """Save under a temporary name in the same folder, then rename."""
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise TransformError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
-    ending = ".nii.gz" if path.name.lower().endswith(".nii.gz") else path.suffix
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=ending)
-    except OSError as error:
-        raise TransformError(
-            f"{path} cannot be written: {error.strerror}; expected a folder one may write to"
-        ) from error
-    os.close(handle)
-    try:
-        save(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except (RuntimeError, OSError) as error:
-        raise TransformError(f"{path} cannot be written: {_reason(error)}; expected .h5, .tfm or .nii.gz") from error
-    finally:
-        Path(name).unlink(missing_ok=True)
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One transform of a file of ITK's: its type and its two vectors of numbers; a composite has none."""
+
+    kind: str
+    parameters: npt.NDArray[Any] | None = None
+    fixed: npt.NDArray[Any] | None = None
 
 
-def _hdf5_tree(transform: WorldTransform) -> dict[str, Any]:
-    """The groups and datasets of ITK's transform files."""
-    dim, field, lattice = transform.dim, transform.displacement, transform.lattice
+def _parts(transform: WorldTransform) -> list[_Part]:
+    """An affine map alone, or a composite, the affine map and the displacements, in the order of the file."""
+    dim, lattice = transform.dim, transform.lattice
+    parameters = np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]])
+    affine = _Part(f"AffineTransform_double_{dim}_{dim}", parameters, np.zeros(dim))
+    if transform.is_linear:
+        return [affine]
     spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
-    direction = lattice[:-1, :-1] / spacing
-    affine = {
-        "TransformType": f"AffineTransform_double_{dim}_{dim}",
-        "TransformFixedParameters": np.zeros(dim),
-        "TransformParameters": np.concatenate([transform.affine[:-1, :-1].ravel(), transform.affine[:-1, -1]]),
-    }
-    parts: list[dict[str, Any]] = [
-        {"TransformType": f"CompositeTransform_double_{dim}_{dim}"},
-        affine,
-        {
-            "TransformType": f"DisplacementFieldTransform_float_{dim}_{dim}",
-            "TransformFixedParameters": np.concatenate(
-                [field.shape[:-1], lattice[:-1, -1], spacing, direction.ravel()], dtype=np.float64
-            ),
-            "TransformParameters": np.ascontiguousarray(_itk_order(field), np.float32).ravel(),
-        },
-    ]
-    numbered = {str(number): part for number, part in enumerate([affine] if transform.is_linear else parts)}
-    return {"ITKVersion": "5.4.0", "HDFVersion": "1.8.0", "TransformGroup": numbered}
+    geometry = [transform.displacement.shape[:-1], lattice[:-1, -1], spacing, (lattice[:-1, :-1] / spacing).ravel()]
+    vectors = np.ascontiguousarray(_itk_order(transform.displacement), np.float32).ravel()
+    field = _Part(f"DisplacementFieldTransform_float_{dim}_{dim}", vectors, np.concatenate(geometry, dtype=np.float64))
+    return [_Part(f"CompositeTransform_double_{dim}_{dim}"), affine, field]
 
 
-def _write_hdf5(path: Path, tree: dict[str, Any]) -> None:
-    """HDF5 of nested groups, strings and vectors of floats, by its published format: SimpleITK writes float64 only.
+def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
+    """ITK's HDF5 file, with the displacements as float32: SimpleITK writes float64 only."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise DependencyError("transform files (.h5) need h5py: pip install h5py") from error
+    text = h5py.string_dtype("ascii")  # ITK does not read UTF-8
+    with h5py.File(path, "w") as file:
+        for name, version in (("ITKVersion", "5.4.0"), ("HDFVersion", "1.8.0")):
+            file.create_dataset(name, data=[version], dtype=text)
+        for number, part in enumerate(parts):
+            group = file.create_group(f"TransformGroup/{number}")
+            group.create_dataset("TransformType", data=[part.kind], dtype=text)
+            if part.parameters is not None and part.fixed is not None:
+                group["TransformFixedParameters"], group["TransformParameters"] = part.fixed, part.parameters
 
-    Superblock version 0, object headers version 1, links inside the headers, contiguous data.
-    """
-    nowhere = b"\xff" * 8
-    numbers = {
-        4: "11201f00 04000000 0000 2000 17 08 00 17 7f000000",
-        8: "11203f00 08000000 0000 4000 34 0b 00 34 ff030000",
-    }
-    string = bytes.fromhex("19010000 10000000 10000000 01000000 0000 0800")  # of any length, in a heap
 
-    def padded(data: bytes) -> bytes:
-        return data + bytes(-len(data) % 8)
+def _text(parts: Sequence[_Part]) -> bytes:
+    """ITK's text file. It reads displacements of the type double only."""
+    lines = ["#Insight Transform File V1.0"]
+    for number, part in enumerate(parts):
+        lines += [f"#Transform {number}", f"Transform: {part.kind.replace('_float_', '_double_')}"]
+        if part.parameters is not None and part.fixed is not None:
+            for name, numbers in (("Parameters", part.parameters), ("FixedParameters", part.fixed)):
+                lines.append(f"{name}: {' '.join(map(repr, numbers.tolist()))}")
+    return ("\n".join(lines) + "\n").encode()
 
-    with open(path, "wb") as file:
 
-        def put(data: Any) -> int:
-            at = file.tell()
-            file.write(data)
-            file.write(bytes(-file.tell() % 8))
-            return at
+def _matlab(part: _Part) -> bytes:
+    """A file of MATLAB 4, as ITK and ANTs write for one transform: two vectors of doubles with their names."""
 
-        def header(*messages: tuple[int, bytes]) -> int:
-            body = b"".join(struct.pack("<HHB3x", kind, len(padded(m)), 0) + padded(m) for kind, m in messages)
-            return put(struct.pack("<BxHII4x", 1, len(messages), 1, len(body)) + body)
+    def vector(name: str, numbers: npt.NDArray[Any] | None) -> bytes:
+        text, values = name.encode() + b"\0", np.asarray(numbers, "<f8")
+        return struct.pack("<5i", 0, len(values), 1, 0, len(text)) + text + values.tobytes()
 
-        def dataset(kind: bytes, sides: tuple[int, ...], data: Any, size: int) -> int:
-            space = struct.pack(f"<BBB5x{len(sides)}Q", 1, len(sides), 0, *sides)
-            layout = struct.pack("<BBQQ", 3, 1, put(data), size)
-            return header((1, space), (3, kind), (5, bytes([2, 2, 2, 0])), (8, layout))
+    return vector(part.kind, part.parameters) + vector("fixed", part.fixed)
 
-        def node(value: Any) -> int:
-            if isinstance(value, str):
-                text = value.encode()
-                item = struct.pack("<HHIQ", 1, 1, 0, len(text)) + padded(text)
-                free = 4096 - 16 - len(item)
-                heap = put(
-                    struct.pack("<4sB3xQ", b"GCOL", 1, 4096)
-                    + item
-                    + struct.pack("<HHIQ", 0, 0, 0, free).ljust(free, b"\0")
-                )
-                return dataset(string, (1,), struct.pack("<IQI", len(text), heap, 1), 16)
-            if isinstance(value, np.ndarray):
-                little = value.astype(value.dtype.newbyteorder("<"), copy=False)
-                return dataset(bytes.fromhex(numbers[value.itemsize]), value.shape, little.data, value.nbytes)
-            children = {name.encode(): node(child) for name, child in value.items()}
-            links = [(6, struct.pack("<BBB", 1, 0, len(n)) + n + struct.pack("<Q", at)) for n, at in children.items()]
-            return header((2, bytes(2) + nowhere + nowhere), (10, bytes(2)), *links)
 
-        file.write(bytes(96))
-        root = node(tree)
-        end = file.tell()
-        file.seek(0)
-        file.write(b"\x89HDF\r\n\x1a\n" + struct.pack("<8BHHI", 0, 0, 0, 0, 0, 8, 8, 0, 4, 16, 0))
-        file.write(struct.pack("<Q8sQ8sQQ24x", 0, nowhere, end, nowhere, 0, root))
+def _write_itk(transform: Any, path: Path) -> None:
+    """Any transform of ITK's. SimpleITK does not report a full disk when it writes text."""
+    try:
+        _sitk().WriteTransform(transform, str(path))
+        stored = _sitk().ReadTransform(str(path))
+    except RuntimeError as error:
+        raise TransformError(f"{path} cannot be written: {_reason(error)}; expected .h5 or .tfm") from error
+    same = stored.GetParameters() == transform.GetParameters()
+    whole = path.suffix.lower() in HDF5 or path.read_bytes().endswith(b"\n")
+    if not (same and whole and stored.GetFixedParameters() == transform.GetFixedParameters()):
+        raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
