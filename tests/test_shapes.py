@@ -139,6 +139,20 @@ def test_augmented_is_the_network_behind_its_augmentation() -> None:
     assert not torch.allclose(phi(points), answer(points))
 
 
+def test_subclasses_that_define_register_still_work() -> None:
+    """`transform` was called `register` first, with a keyword that is no longer passed."""
+    with pytest.warns(DeprecationWarning, match=r"rename Shift.register to transform\(moving, fixed\)"):
+
+        class Shift(RegistrationAlgorithm):
+            def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Affine:
+                return Affine.translation(torch.tensor([[0.1, 0.2]], dtype=fixed.dtype))
+
+    points = torch.rand(1, 5, 2)
+    phi, back = Shift().both(texture(6, 6, dtype=torch.float32), texture(6, 6, dtype=torch.float32))
+    assert torch.allclose(phi(points), points + torch.tensor([0.1, 0.2]))
+    assert torch.equal(back(points), phi(points))
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 GOOD = torch.rand(1, 1, 20, 20)

@@ -41,7 +41,7 @@ class FixedTranslation(RegistrationAlgorithm):
         super().__init__()
         self.t = nn.Parameter(torch.zeros(()))
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
         return Affine.translation(torch.stack([self.t, torch.zeros_like(self.t)])[None].expand(len(fixed), -1))
 
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.fast.lengths import padded_width, scale_to_length, scale_to_length_backward
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ def _places(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """For each key: low digit twice and high digit twice of its z, y and x; then 1 three times: (M, 16)."""
     planes = (1,) * (3 - len(shape)) + shape
     if max(planes) > 256 * 256:
-        raise ValueError(f"the grid has sides {shape}; expected at most {256 * 256} voxels a side")
+        raise InputError(f"the grid has sides {shape}; expected at most {256 * 256} voxels a side")
     axes = torch.meshgrid(*(torch.arange(n, device=like.device) for n in planes), indexing="ij")
     columns = []
     for axis in axes:

@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
+
 Precision = Literal["auto", "float32", "bfloat16"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +28,7 @@ def mixed_precision(device: torch.device, precision: Precision = "auto") -> Abst
     ...     phi = model(moving, fixed)
     """
     if precision not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"unknown precision {precision!r}; expected 'auto', 'float32' or 'bfloat16'")
+        raise InputError(f"unknown precision {precision!r}; expected 'auto', 'float32' or 'bfloat16'")
     if precision == "auto":
         precision = (
             "bfloat16"

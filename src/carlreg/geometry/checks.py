@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
+
 
 def check_image(image: Tensor, name: str = "image") -> None:
     """Refuse anything that is not a floating-point (B, C, *shape) tensor with one to three spatial axes."""
     if not isinstance(image, Tensor):
         raise TypeError(f"{name} is a {type(image).__name__}; expected a torch.Tensor of shape (B, C, *shape)")
     if not 3 <= image.dim() <= 5:
-        raise ValueError(
+        raise InputError(
             f"{name} has shape {tuple(image.shape)}; expected (B, C, *shape) with 1 to 3 spatial axes: "
             "add the batch and channel axes with image[None, None]"
         )
     if not image.is_floating_point():
         raise TypeError(f"{name} has dtype {image.dtype}; expected floating point: convert it with {name}.float()")
     if 0 in image.shape:
-        raise ValueError(f"{name} has shape {tuple(image.shape)}; no axis may be empty")
+        raise InputError(f"{name} has shape {tuple(image.shape)}; no axis may be empty")
 
 
 def check_finite(image: Tensor, name: str = "image") -> None:
@@ -27,7 +29,7 @@ def check_finite(image: Tensor, name: str = "image") -> None:
         return  # reading a value back is impossible inside a CUDA graph; the warm-up call before it was checked
     bad = int((~torch.isfinite(image)).sum())
     if bad:
-        raise ValueError(
+        raise InputError(
             f"{name} has {bad} non-finite values out of {image.numel()}; expected finite intensities: "
             "replace them, for example with torch.nan_to_num"
         )
@@ -38,16 +40,16 @@ def check_pair(moving: Tensor, fixed: Tensor) -> None:
     check_image(moving, "moving")
     check_image(fixed, "fixed")
     if moving.dim() != fixed.dim():
-        raise ValueError(
+        raise InputError(
             f"moving is {moving.dim() - 2}-D but fixed is {fixed.dim() - 2}-D; expected the same dimension"
         )
     for axis, what in enumerate(("batch size", "number of channels")):
         if moving.shape[axis] != fixed.shape[axis]:
-            raise ValueError(
+            raise InputError(
                 f"moving has {what} {moving.shape[axis]} but fixed has {fixed.shape[axis]}; expected the same {what}"
             )
     if moving.dtype != fixed.dtype or moving.device != fixed.device:
-        raise ValueError(
+        raise InputError(
             f"moving is {moving.dtype} on {moving.device} but fixed is {fixed.dtype} on {fixed.device}; "
             "expected the same: use moving = moving.to(fixed)"
         )
@@ -55,6 +57,6 @@ def check_pair(moving: Tensor, fixed: Tensor) -> None:
 
 def check_same_shape(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
     if first.shape != second.shape:
-        raise ValueError(
+        raise InputError(
             f"{names[0]} has shape {tuple(first.shape)} but {names[1]} has {tuple(second.shape)}; expected the same"
         )

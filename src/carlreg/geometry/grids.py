@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 
 Interpolation = Literal["linear", "nearest"]
@@ -93,14 +94,14 @@ def interpolate(
     """
     dim = image.dim() - 2
     if points.shape[-1] != dim:
-        raise ValueError(f"points have {points.shape[-1]} coordinates but the image has {dim} spatial axes")
+        raise InputError(f"points have {points.shape[-1]} coordinates but the image has {dim} spatial axes")
     batch = max(image.shape[0], points.shape[0])
     if {image.shape[0], points.shape[0]} - {1, batch}:
-        raise ValueError(f"points have batch size {points.shape[0]} but the image has {image.shape[0]}")
+        raise InputError(f"points have batch size {points.shape[0]} but the image has {image.shape[0]}")
     if mode not in ("linear", "nearest"):
-        raise ValueError(f"unknown mode {mode!r}; expected 'linear' or 'nearest'")
+        raise InputError(f"unknown mode {mode!r}; expected 'linear' or 'nearest'")
     if outside not in ("border", "zeros"):
-        raise ValueError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
+        raise InputError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     if not image.is_floating_point() and mode == "linear":
         raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
     if mode == "linear" and outside == "border" and fast.sample(image, points):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.geometry.grids import voxel_size
 from carlreg.geometry.transforms import Transform
 
@@ -34,7 +35,7 @@ def determinant_per_voxel(points: Tensor) -> Tensor:
     """
     dim = points.dim() - 2
     if min(points.shape[1:-1]) < 3:
-        raise ValueError(f"the image has sides {tuple(points.shape[1:-1])}; expected at least 3 voxels a side")
+        raise InputError(f"the image has sides {tuple(points.shape[1:-1])}; expected at least 3 voxels a side")
     columns = []
     for axis in range(dim):
         ahead, behind = ([slice(None), *[slice(1, -1)] * dim] for _ in range(2))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 
 # ---- the network's grid ---------------------------------------------------------------------------------------------
@@ -39,9 +40,9 @@ def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
 def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     sides = tuple(data.shape[2:])
     if len(shape) != len(sides):
-        raise ValueError(f"shape is {tuple(shape)} but the image has {len(sides)} spatial axes {sides}")
+        raise InputError(f"shape is {tuple(shape)} but the image has {len(sides)} spatial axes {sides}")
     if any(new < 2 and new != old for old, new in zip(sides, shape, strict=True)):
-        raise ValueError(f"shape is {tuple(shape)}; expected sides of at least 2, whose ends are 0 and 1")
+        raise InputError(f"shape is {tuple(shape)}; expected sides of at least 2, whose ends are 0 and 1")
     return tuple(shape)
 
 

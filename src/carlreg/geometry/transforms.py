@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.grids import Interpolation, Outside, interpolate, voxel_points
 
@@ -74,7 +75,7 @@ class Affine(Transform):
 
     def __post_init__(self) -> None:
         if self.matrix.dim() != 3 or self.matrix.shape[2] != self.matrix.shape[1] + 1:
-            raise ValueError(f"an affine matrix has shape {tuple(self.matrix.shape)}; expected (B, D, D+1)")
+            raise InputError(f"an affine matrix has shape {tuple(self.matrix.shape)}; expected (B, D, D+1)")
 
     @classmethod
     def from_parts(cls, linear: Tensor, shift: Tensor) -> Affine:
@@ -156,9 +157,9 @@ class DisplacementField(Transform):
     def __post_init__(self) -> None:
         field = self.displacement
         if field.dim() < 3 or field.shape[1] != field.dim() - 2:
-            raise ValueError(f"a displacement field has shape {tuple(field.shape)}; expected (B, D, *shape)")
+            raise InputError(f"a displacement field has shape {tuple(field.shape)}; expected (B, D, *shape)")
         if self.extrapolate not in ("clamp", "mirror"):
-            raise ValueError(f"unknown extrapolation {self.extrapolate!r}; expected 'clamp' or 'mirror'")
+            raise InputError(f"unknown extrapolation {self.extrapolate!r}; expected 'clamp' or 'mirror'")
 
     def __call__(self, points: Tensor) -> Tensor:
         _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
@@ -243,9 +244,9 @@ def warp(
 
 def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
     if points.shape[-1] != dim:
-        raise ValueError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
+        raise InputError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
     if points.dim() < 2 or (len(points) != batch and 1 not in (len(points), batch)):
-        raise ValueError(
+        raise InputError(
             f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}; "
             f"expected ({batch}, ..., {dim}): add the batch axis with points[None]"
         )

@@ -1,7 +1,7 @@
-"""Registration algorithms, the paper's capital Greek letters: Φ[moving, fixed] gives a transform.
+"""Registration algorithms, the paper's capital Greek letters: Φ[moving, fixed] is a transform.
 
-Each is a module that takes images of any shape, any batch, in one to three dimensions, and returns a Transform from
-the fixed image's points to the moving image's. None of them keeps anything from one call to the next.
+Each is a module that takes images of any shape and batch size, in one to three dimensions, and returns a Transform from
+points of the fixed image to points of the moving image. None of them keeps state between calls.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from carlreg.errors import InputError
 from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import Grid, constant, fine_to_coarse, pool, voxel_points
 from carlreg.geometry.transforms import (
@@ -42,77 +45,95 @@ class RegistrationAlgorithm(nn.Module, ABC):
     >>> phi = algorithm(moving, fixed)
     >>> phi, inverse = algorithm.both(moving, fixed)
 
-    To write a new one, subclass this and define `register`. Calling checks the images once, at the door; steps
-    inside one another use `register`.
+    To write your own, subclass this and define `transform`. Calling the algorithm checks the images and then calls
+    `transform`; algorithms made of others call `transform` of their parts, so images are checked once.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "register" in vars(cls):  # what `transform` was called first
+            warnings.warn(f"rename {cls.__name__}.register to transform(moving, fixed)", DeprecationWarning, 2)
+            cls.transform = vars(cls)["register"]  # type: ignore[method-assign]
 
     def forward(self, moving: Tensor, fixed: Tensor) -> Transform:
         check_pair(moving, fixed)
         check_finite(moving, "moving")
         check_finite(fixed, "fixed")
-        return self.register(moving, fixed)
+        return self.transform(moving, fixed)
 
     @abstractmethod
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
-        """The transform itself. `swapped` says that fixed is moving with the two halves of the batch exchanged, so
-        that work done for one image can serve both directions."""
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        """Φ[moving, fixed] of two images that have been checked."""
 
     def both(self, moving: Tensor, fixed: Tensor) -> tuple[Transform, Transform]:
-        """Φ[moving, fixed] and Φ[fixed, moving], in one batch where the shapes allow it, and the GPU's memory."""
+        """Φ[moving, fixed] and Φ[fixed, moving], as one batch if the shapes are equal and the GPU's memory suffices."""
         if moving.shape != fixed.shape:
             return self(moving, fixed), self(fixed, moving)
         check_pair(moving, fixed)
         images = torch.cat([moving, fixed])
         check_finite(images, "the pair")
         try:
-            transform = self.register(images, exchange_halves(images), swapped=True)
+            transform = self._both(images)
             return transform[: len(moving)], transform[len(moving) :]
         except torch.cuda.OutOfMemoryError:
-            if self.training:  # the statistics of half a batch are others
+            if self.training:  # half a batch has other BatchNorm statistics
                 raise
-        _say_once("the GPU has too little memory for both directions at once: one after the other, more slowly")
-        return self.register(moving, fixed), self.register(fixed, moving)
+        _warn_once("the GPU has too little memory for both directions at once: running them one after the other")
+        return self.transform(moving, fixed), self.transform(fixed, moving)
+
+    def _both(self, images: Tensor) -> Transform:
+        """Φ[M, F] and Φ[F, M] as one batch, of images = cat(M, F). Algorithms that share work override this."""
+        return self.transform(images, _swap(images))
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)
-
-
-def exchange_halves(batch: Tensor) -> Tensor:
+def _swap(batch: Tensor) -> Tensor:
+    """Exchange the two halves of a batch: cat(M, F) ↦ cat(F, M)."""
     return batch.roll(len(batch) // 2, dims=0)
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
 class TwoStep(RegistrationAlgorithm):
-    """TwoStep{Φ, Ψ}: register, warp, and register what is left. [W, U] equivariant if Φ is and Ψ is [U, U]."""
+    """TwoStep{Φ, Ψ}: register, warp, and register the remainder. [W, U] equivariant if Φ is and Ψ is [U, U]."""
 
     def __init__(self, phi: RegistrationAlgorithm, psi: RegistrationAlgorithm) -> None:
         super().__init__()
         self.phi, self.psi = phi, psi
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
-        phi = self.phi.register(moving, fixed, swapped=swapped)
-        psi = self.psi.register(warp(moving, phi, like=fixed), fixed)
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        return self._refine(self.phi.transform(moving, fixed), moving, fixed)
+
+    def _both(self, images: Tensor) -> Transform:
+        return self._refine(self.phi._both(images), images, _swap(images))
+
+    def _refine(self, phi: Transform, moving: Tensor, fixed: Tensor) -> Transform:
+        psi = self.psi.transform(warp(moving, phi, like=fixed), fixed)
         return compose(phi, psi)  # Φ[M, F] ∘ Ψ[M ∘ Φ[M, F], F]
 
 
 class Downsample(RegistrationAlgorithm):
     """Down{Φ}: Φ at half the resolution, A_M⁻¹ ∘ Φ[pool M, pool F] ∘ A_F.
 
-    A takes an image's unit coordinates to those of its pooled image, whose voxels lie elsewhere (`fine_to_coarse`).
-    `aligned=False` leaves A out, as the authors' implementation does: needed for weights trained that way, at the
-    price of stretched translations.
+    A maps an image's unit coordinates to those of its pooled image, whose voxel centres lie elsewhere
+    (`fine_to_coarse`). `aligned=False` leaves A out, as the authors' implementation does. Weights trained that way need
+    it, at the cost of stretched translations.
     """
 
     def __init__(self, phi: RegistrationAlgorithm, aligned: bool = True) -> None:
         super().__init__()
         self.phi, self.aligned = phi, aligned
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
-        phi = self.phi.register(pool(moving), pool(fixed), swapped=swapped)
-        if not self.aligned:
-            return phi
-        return compose(_to_coarse(moving).inverse(), phi, _to_coarse(fixed))
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        return self._align(self.phi.transform(pool(moving), pool(fixed)), moving, fixed)
+
+    def _both(self, images: Tensor) -> Transform:
+        return self._align(self.phi._both(pool(images)), images, images)
+
+    def _align(self, phi: Transform, moving: Tensor, fixed: Tensor) -> Transform:
+        return compose(_to_coarse(moving).inverse(), phi, _to_coarse(fixed)) if self.aligned else phi
 
 
 def _to_coarse(image: Tensor) -> Scaling:
@@ -121,13 +142,13 @@ def _to_coarse(image: Tensor) -> Scaling:
 
 
 class PredictDisplacement(RegistrationAlgorithm):
-    """Ψ: x ↦ x + Conv_θ[cat(M, F)](x). [U, U] equivariant to translation, as VoxelMorph and its successors are."""
+    """Ψ: x ↦ x + Conv_θ[cat(M, F)](x). [U, U] equivariant to translation, like VoxelMorph and its successors."""
 
     def __init__(self, network: UNet, extrapolate: Extrapolation = "clamp") -> None:
         super().__init__()
         self.network, self.extrapolate = network, extrapolate
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
         _check_network(self.network, fixed)
         if moving.shape != fixed.shape:
             moving = warp(moving, Identity(), like=fixed)
@@ -135,10 +156,10 @@ class PredictDisplacement(RegistrationAlgorithm):
 
 
 class CoordinateAttention(RegistrationAlgorithm):
-    """Ξθ: each fixed voxel attends to every moving voxel and goes to the attention's centre of mass.
+    """Ξθ: each fixed voxel attends to all moving voxels and is mapped to the attention's centre of mass.
 
-    Images are padded with zeros before they are encoded, and the keys' positions continue beyond [0, 1], so that
-    voxels can be sent outside of the moving image. Features have the same `length`, so logits lie in ±length².
+    Images are padded with zeros before they are encoded, and the keys' positions continue beyond [0, 1], so that voxels
+    can be mapped outside the moving image. Features are scaled to one `length`, so logits lie in ±length².
     """
 
     def __init__(
@@ -156,31 +177,39 @@ class CoordinateAttention(RegistrationAlgorithm):
         return self.encoder(F.pad(image, (self.padding, self.padding) * (image.dim() - 2))).movedim(1, -1)
 
     def crop(self, features: Tensor) -> Tensor:
-        """The features of the image itself, without the padding."""
+        """Remove the padding: (B, *padded shape, width) → (B, *shape, width)."""
         inside = (slice(None), *(slice(self.padding, n - self.padding) for n in features.shape[1:-1]))
         return features[inside]
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
         _check_network(self.encoder, fixed)
-        keys = self.features(moving)
-        queries = self.crop(keys if swapped else self.features(fixed)).flatten(1, -2)
-        matches = coordinate_attention(
-            exchange_halves(queries) if swapped else queries,
-            keys.flatten(1, -2),
-            Grid.of(moving.shape[2:]).pad(self.padding),
-            length=self.length,
-        ).to(fixed.dtype)
-        displacement = matches.reshape(-1, *fixed.shape[2:], fixed.dim() - 2) - voxel_points(fixed)
-        return DisplacementField(displacement.movedim(-1, 1), self.extrapolate)
+        return self._attend(self.features(moving), self.crop(self.features(fixed)), moving, fixed)
+
+    def _both(self, images: Tensor) -> Transform:
+        _check_network(self.encoder, images)
+        features = self.features(images)
+        return self._attend(features, _swap(self.crop(features)), images, images)
+
+    def _attend(self, keys: Tensor, queries: Tensor, moving: Tensor, fixed: Tensor) -> Transform:
+        positions = Grid.of(moving.shape[2:]).pad(self.padding)
+        matches = coordinate_attention(queries.flatten(1, -2), keys.flatten(1, -2), positions, length=self.length)
+        return _field_to(matches.to(fixed.dtype), fixed, self.extrapolate)
+
+
+def _field_to(matches: Tensor, fixed: Tensor, extrapolate: Extrapolation = "clamp") -> DisplacementField:
+    """The field that takes the fixed image's voxels to these points of the moving image, (B, voxels, D)."""
+    points = voxel_points(fixed)
+    displacement = matches.reshape(-1, *points.shape[1:]) - points
+    return DisplacementField(displacement.movedim(-1, 1), extrapolate)
 
 
 class ClosedFormXi(RegistrationAlgorithm):
     """Ξ_F: Ξ[M, F] = M⁻¹ ∘ F for images that are diffeomorphisms of [0, 1]^D, without training (Appendix).
 
     Each voxel's value, a point of [0, 1]^D in D channels, is embedded by a 1×1 convolution with large weights and a
-    sine: embeddings have a large product only where values are close, so attention finds where in the moving image
-    the same value lies. `bandwidth` is how close, as a Gaussian's width: about half a voxel is the sharpest that
-    still interpolates between voxels.
+    sine. Embeddings have a large product only where values are close, so attention finds the same value in the moving
+    image. `bandwidth` is the width of the Gaussian that defines "close"; about half a voxel is the sharpest that still
+    interpolates between voxels.
     """
 
     weights: Tensor
@@ -199,41 +228,42 @@ class ClosedFormXi(RegistrationAlgorithm):
 
     def embed(self, image: Tensor) -> Tensor:  # (B, D, *shape) → (B, voxels, features)
         if image.shape[1] != self.dim or image.dim() != self.dim + 2:
-            raise ValueError(
+            raise InputError(
                 f"image has {image.shape[1]} channels and {image.dim() - 2} spatial axes; "
                 f"a diffeomorphism of [0, 1]^{self.dim} has {self.dim} of each"
             )
         angles = image.flatten(2).mT.to(self.weights) @ self.weights.mT + self.phases
         return math.sqrt(self.sharpness / self.frequencies) * angles.sin().to(image.dtype)
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
-        matches = coordinate_attention(self.embed(fixed), self.embed(moving), Grid.of(moving.shape[2:]))
-        displacement = matches.reshape(-1, *fixed.shape[2:], self.dim) - voxel_points(fixed)
-        return DisplacementField(displacement.movedim(-1, 1))
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        return _field_to(coordinate_attention(self.embed(fixed), self.embed(moving), Grid.of(moving.shape[2:])), fixed)
 
 
 class Augmented(RegistrationAlgorithm):
-    """R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹: Φ behind an augmentation that its result does not show (Appendix, Extension to
-    Rotational Equivariance).
+    """R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹: Φ behind an augmentation that cancels out (Appendix, Extension to Rotational
+    Equivariance).
 
-    `draw(image)` gives an affine map for each item of the batch, anew at each call; `random_rotation` is the paper's.
-    What the regulariser sees stays near the identity, however far R and Q turn the images.
+    `draw(image)` returns an affine map for each item of the batch, a new one at each call; the paper draws from
+    `random_rotation`. The regulariser sees a map near the identity, however far R and Q rotate the images.
     """
 
     def __init__(self, phi: RegistrationAlgorithm, draw: Callable[[Tensor], Affine]) -> None:
         super().__init__()
         self.phi, self.draw = phi, draw
 
-    def register(self, moving: Tensor, fixed: Tensor, *, swapped: bool = False) -> Transform:
-        r = self.draw(moving)
-        q = r.map_tensors(exchange_halves) if swapped else self.draw(fixed)
-        phi = self.phi.register(warp(moving, r, like=moving), warp(fixed, q, like=fixed), swapped=swapped)
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        r, q = self.draw(moving), self.draw(fixed)
+        phi = self.phi.transform(warp(moving, r, like=moving), warp(fixed, q, like=fixed))
         return compose(r, phi, q.inverse())  # R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹
+
+    def _both(self, images: Tensor) -> Transform:
+        r = self.draw(images)
+        return compose(r, self.phi._both(warp(images, r, like=images)), r.map_tensors(_swap).inverse())
 
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """Where coordinate attention found points of the fixed image in the moving one, and how sure it was."""
+    """Points of the fixed image, their matches in the moving one by coordinate attention, and its uncertainty."""
 
     points: Tensor  # (B, N, D), fixed unit coordinates
     targets: Tensor  # (B, N, D), moving unit coordinates
@@ -242,19 +272,19 @@ class Matches:
 
 @torch.no_grad()
 def coordinate_matches(algorithm: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Matches | None:
-    """The matches of the Ξθ that an algorithm starts with, before any refinement; None where it starts otherwise.
+    """Matches of the Ξθ that an algorithm starts with, before any refinement; None if it does not start with one.
 
     >>> matches = coordinate_matches(model, moving, fixed)
     """
     if isinstance(algorithm, TwoStep):
         return coordinate_matches(algorithm.phi, moving, fixed)
     if isinstance(algorithm, Downsample):
-        found = coordinate_matches(algorithm.phi, pool(moving), pool(fixed))
-        if found is None or not algorithm.aligned:
-            return found
+        coarse = coordinate_matches(algorithm.phi, pool(moving), pool(fixed))
+        if coarse is None or not algorithm.aligned:
+            return coarse
         to_moving, to_fixed = _to_coarse(moving).inverse(), _to_coarse(fixed).inverse()
         scale = to_moving.scale[:, None, :, None] * to_moving.scale[:, None, None, :]
-        return Matches(to_fixed(found.points), to_moving(found.targets), scale * found.covariance)
+        return Matches(to_fixed(coarse.points), to_moving(coarse.targets), scale * coarse.covariance)
     if not isinstance(algorithm, CoordinateAttention):
         return None
     mean, covariance = attention_moments(
@@ -269,14 +299,13 @@ def coordinate_matches(algorithm: RegistrationAlgorithm, moving: Tensor, fixed: 
 
 def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None:
     if image.dim() - 2 != network.dim or image.shape[1] != network.channels:
-        raise ValueError(
+        raise InputError(
             f"the images are {image.dim() - 2}-D with {image.shape[1]} channels; this network was built for "
             f"{network.dim}-D with {network.channels}"
         )
     weight = next(network.parameters())
-    if (image.dtype, image.device) != (weight.dtype, weight.device) and not torch.is_autocast_enabled(
-        image.device.type
-    ):
+    autocast = torch.is_autocast_enabled(image.device.type)
+    if (image.dtype, image.device) != (weight.dtype, weight.device) and not autocast:
         raise TypeError(
             f"the images are {image.dtype} on {image.device} but the network's weights are {weight.dtype} on "
             f"{weight.device}; expected the same: move either with .to(...)"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from carlreg.errors import InputError
 from carlreg.fast.precision import channels_last, network_input
 from carlreg.geometry.jacobian import determinant
 from carlreg.model.layers import Network, batch_norm, check_dimension, conv, convolve, normalize
@@ -43,7 +44,7 @@ class Handedness(nn.Module):
     def __init__(self, dim: int, width: int, count: int, distance: int = 2) -> None:
         super().__init__()
         if dim * count > width:
-            raise ValueError(f"{count} determinants of {dim} channels each take more than the {width} there are")
+            raise InputError(f"{count} determinants of {dim} channels each take more than the {width} there are")
         self.dim, self.count, self.distance = dim, count, distance
         self.norm = batch_norm(dim)(count)
         self.mix = conv(dim)(count, width, 1)
@@ -108,7 +109,7 @@ class Symmetrized(nn.Module):
     def __init__(self, encoder: Encoder, group: Literal["pi", "quarter"] = "pi") -> None:
         super().__init__()
         if group not in ("pi", "quarter"):
-            raise ValueError(f"unknown rotation group {group!r}; expected 'pi' or 'quarter'")
+            raise InputError(f"unknown rotation group {group!r}; expected 'pi' or 'quarter'")
         self.encoder, self.group = encoder, group
         self.dim, self.channels, self.width = encoder.dim, encoder.channels, encoder.width
         self.reach = encoder.reach

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.fast.convolution import conv_by_patches
 from carlreg.fast.precision import channels_last
 
 
 def check_dimension(dim: int) -> int:
     if dim not in (1, 2, 3):
-        raise ValueError(f"dim is {dim!r}; expected 1, 2 or 3")
+        raise InputError(f"dim is {dim!r}; expected 1, 2 or 3")
     return dim
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from carlreg.errors import InputError
 from carlreg.model.algorithms import (
     RegistrationAlgorithm,
 )
@@ -34,7 +35,7 @@ def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> 
     """
     stem = SHORT.get(name, name)
     if stem not in available():
-        raise ValueError(
+        raise InputError(
             f"no model named {name!r}; this package has {', '.join(available()) or 'none'} "
             "(a model file of your own is read by carlreg.load)"
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.fast.convolution import conv_in_groups, is_small, up_conv
 from carlreg.fast.precision import network_input
 from carlreg.geometry.grids import enlarge, pool
@@ -33,7 +34,7 @@ class UNet(Network):
     ) -> None:
         super().__init__()
         if len(down) != len(up):
-            raise ValueError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
+            raise InputError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
         self.dim, self.channels, self.down, self.up = check_dimension(dim), channels, tuple(down), tuple(up)
         inputs = (2 * channels, *down)
         self.down_convs = nn.ModuleList(

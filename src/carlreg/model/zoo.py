@@ -1,12 +1,14 @@
-"""The paper's networks as expressions, and how they are kept in files."""
+"""The paper's networks, each as one expression."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
+from carlreg.errors import InputError
+from carlreg.geometry.transforms import Extrapolation
 from carlreg.model.algorithms import (
     CoordinateAttention,
     Downsample,
@@ -16,8 +18,6 @@ from carlreg.model.algorithms import (
 )
 from carlreg.model.encoder import Encoder, Symmetrized
 from carlreg.model.unet import UNet
-
-# ---- the paper's equations ------------------------------------------------------------------------------------------
 
 UNET_DOWN = (16, 32, 64, 256, 512)
 UNET_UP = (256, 128, 64, 32, 16)
@@ -33,14 +33,16 @@ def carl(
     unet_down: Sequence[int] = UNET_DOWN,
     unet_up: Sequence[int] = UNET_UP,
 ) -> RegistrationAlgorithm:
-    """CARL, Eq. (CARL): TwoStep{TwoStep{Down{TwoStep{Down{Ξθ}, Ψ1}}, Ψ2}, Ψ3}. 57 M parameters in 3-D.
+    """CARL, Eq. (16): TwoStep{TwoStep{Down{TwoStep{Down{Ξθ}, Ψ1}}, Ψ2}, Ψ3}. 57 M parameters in 3-D.
 
     With two refinements Ψ3 is left out, as in the first half of training; `add_refinement` adds it later.
 
     >>> phi = carl()(moving, fixed)
     """
     xi = CoordinateAttention(Encoder(dim, channels, width), length=length)
-    return _refined(xi, refinements, dim, channels, unet_down, unet_up)
+    psi = _unets(dim, channels, unet_down, unet_up)
+    model = TwoStep(Downsample(TwoStep(Downsample(xi), psi())), psi())
+    return TwoStep(model, psi()) if _has_psi3(refinements) else model
 
 
 def carl_rot(
@@ -55,13 +57,16 @@ def carl_rot(
     unet_down: Sequence[int] = UNET_DOWN,
     unet_up: Sequence[int] = UNET_UP,
 ) -> RegistrationAlgorithm:
-    """CARL{ROT}: CARL with an encoder that reaches further (dilation 8) and is averaged over rotations of the grid
-    ("pi" as in the paper, or "quarter"), and with fields continued beyond the image by mirroring. With `handed`, its
-    encoder is told left from right (`Handedness`), which it otherwise has to learn.
+    """CARL{ROT}: CARL with an encoder that has a further convolution (dilation 8) and is averaged over rotations of the
+    grid ("pi" as in the paper, or "quarter"), and with displacement fields that are mirrored beyond the image.
+
+    `handed` adds so many `Handedness` features, which distinguish left from right; without them it has to be learnt.
     """
-    encoder = Symmetrized(Encoder(dim, channels, width, dilations=(1, 2, 4, 8), handed=handed), group)
-    xi = CoordinateAttention(encoder, length=length, extrapolate="mirror")
-    return _refined(xi, refinements, dim, channels, unet_down, unet_up)
+    encoder = Encoder(dim, channels, width, dilations=(1, 2, 4, 8), handed=handed)
+    xi = CoordinateAttention(Symmetrized(encoder, group), length=length, extrapolate="mirror")
+    psi = _unets(dim, channels, unet_down, unet_up, "mirror")
+    model = TwoStep(Downsample(TwoStep(Downsample(xi), psi())), psi())
+    return TwoStep(model, psi()) if _has_psi3(refinements) else model
 
 
 def gradicon(
@@ -72,9 +77,10 @@ def gradicon(
     unet_down: Sequence[int] = UNET_DOWN,
     unet_up: Sequence[int] = UNET_UP,
 ) -> RegistrationAlgorithm:
-    """GradICON's network: CARL with a displacement-predicting Ψ0 in the place of Ξθ, so [U, U] equivariant only."""
-    psi0 = PredictDisplacement(UNet(dim, channels, unet_down, unet_up))
-    return _refined(psi0, refinements, dim, channels, unet_down, unet_up)
+    """GradICON's network: CARL with a displacement-predicting Ψ0 instead of Ξθ, so only [U, U] equivariant."""
+    psi = _unets(dim, channels, unet_down, unet_up)
+    model = TwoStep(Downsample(TwoStep(Downsample(psi()), psi())), psi())
+    return TwoStep(model, psi()) if _has_psi3(refinements) else model
 
 
 def xi(dim: int = 3, *, channels: int = 1, width: int = 128, length: float = 4.0) -> RegistrationAlgorithm:
@@ -82,16 +88,29 @@ def xi(dim: int = 3, *, channels: int = 1, width: int = 128, length: float = 4.0
     return Downsample(Downsample(CoordinateAttention(Encoder(dim, channels, width), length=length)))
 
 
+def _unets(
+    dim: int, channels: int, down: Sequence[int], up: Sequence[int], extrapolate: Extrapolation = "clamp"
+) -> Callable[[], PredictDisplacement]:
+    """A function that makes a new Ψ at each call."""
+    return lambda: PredictDisplacement(UNet(dim, channels, down, up), extrapolate)
+
+
+def _has_psi3(refinements: int) -> bool:
+    if refinements not in (2, 3):
+        raise InputError(f"refinements is {refinements}; expected 2 (Ψ1 and Ψ2) or 3 (with Ψ3)")
+    return refinements == 3
+
+
 def add_refinement(
     model: RegistrationAlgorithm, *, unet_down: Sequence[int] | None = None, unet_up: Sequence[int] | None = None
 ) -> RegistrationAlgorithm:
-    """TwoStep{model, Ψ} with a new Ψ whose last convolution is zero: the answers stay as they are until it is trained.
+    """TwoStep{model, Ψ} with a new Ψ whose last convolution is zero, so that results do not change until it is trained.
 
-    The new U-Net is as wide as the model's own, unless said otherwise.
+    By default the new U-Net has the widths of the model's own.
     """
     network = next((m for m in model.modules() if isinstance(m, (UNet, Encoder))), None)
     if network is None:
-        raise ValueError(f"{type(model).__name__} holds no Encoder or UNet; expected a network of this package")
+        raise InputError(f"{type(model).__name__} contains no Encoder or UNet; expected a network of this package")
     steps = [m for m in model.modules() if isinstance(m, (PredictDisplacement, CoordinateAttention))]
     unets = [m.network for m in steps if isinstance(m, PredictDisplacement)]
     down = unet_down or (unets[-1].down if unets else UNET_DOWN)
@@ -102,33 +121,15 @@ def add_refinement(
 
 
 def first_step(model: RegistrationAlgorithm) -> RegistrationAlgorithm:
-    """Down{Down{Ξ}} of TwoStep{Down{TwoStep{Down{Ξ}, Ψ1}}, Ψ2}: a model without its refinements. The weights are the
-    model's own, so that to train the one is to train the other.
+    """A model without its refinements: Down{Down{Ξ}} of TwoStep{Down{TwoStep{Down{Ξ}, Ψ1}}, Ψ2}.
+
+    It shares the model's weights, so training one trains the other.
     """
     if isinstance(model, TwoStep):
         return first_step(model.phi)
     if isinstance(model, Downsample):
         return Downsample(first_step(model.phi), model.aligned)
     return model
-
-
-def _refined(
-    first: CoordinateAttention | PredictDisplacement,
-    refinements: int,
-    dim: int,
-    channels: int,
-    unet_down: Sequence[int],
-    unet_up: Sequence[int],
-) -> RegistrationAlgorithm:
-    """TwoStep{Down{TwoStep{Down{first}, Ψ1}}, Ψ2}, and Ψ3 around it."""
-    if refinements not in (2, 3):
-        raise ValueError(f"refinements is {refinements}; expected 2 (Ψ1 and Ψ2) or 3 (with Ψ3)")
-
-    def psi() -> PredictDisplacement:
-        return PredictDisplacement(UNet(dim, channels, unet_down, unet_up), first.extrapolate)
-
-    model = TwoStep(Downsample(TwoStep(Downsample(first), psi())), psi())
-    return TwoStep(model, psi()) if refinements == 3 else model
 
 
 def _filled(network: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:

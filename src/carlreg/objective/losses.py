@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.geometry.checks import check_image, check_same_shape
 from carlreg.geometry.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
 from carlreg.geometry.jacobian import jacobian_determinant
@@ -106,7 +107,7 @@ def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
     check_image(image)
     dim = image.dim() - 2
     if dim == 1:
-        raise ValueError("mind compares neighbours at right angles; a 1-D image has none: use lncc, lncc2 or ssd")
+        raise InputError("mind compares neighbours at right angles; a 1-D image has none: use lncc, lncc2 or ssd")
     batch, channels, *shape = image.shape
     padded = _pad_border(image.reshape(batch * channels, 1, *shape), dilation)
 
@@ -137,14 +138,14 @@ def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return values.mean()
     if mask.shape[0] not in (1, values.shape[0]) or mask.shape[1] != 1 or mask.shape[2:] != values.shape[2:]:
-        raise ValueError(
+        raise InputError(
             f"mask has shape {tuple(mask.shape)} for images of shape {tuple(values.shape)}; "
             f"expected {(values.shape[0], 1, *values.shape[2:])}"
         )
     inside = (mask != 0).expand_as(values)
     count = inside.flatten(1).sum(dim=1)
     if not bool((count > 0).all()):
-        raise ValueError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
+        raise InputError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
     return (values.where(inside, 0).flatten(1).sum(dim=1) / count).mean()
 
 
@@ -184,7 +185,7 @@ def nearness(displacement: Tensor) -> Tensor:
 
 def _check_displacement(displacement: Tensor) -> None:
     if displacement.dim() < 3 or displacement.shape[1] != displacement.dim() - 2:
-        raise ValueError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
+        raise InputError(f"displacement has shape {tuple(displacement.shape)}; expected (B, D, *shape)")
 
 
 def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
@@ -311,7 +312,7 @@ def registration_loss(
     elif regularity == "nearness":
         regular = (nearness(dense_ab.displacement) + nearness(dense_ba.displacement)) / 2
     elif regularity != "gradicon":
-        raise ValueError(f"unknown regularity {regularity!r}; expected 'gradicon', 'diffusion' or 'nearness'")
+        raise InputError(f"unknown regularity {regularity!r}; expected 'gradicon', 'diffusion' or 'nearness'")
     elif exact:
         regular = gradicon(phi_ab, phi_ba, jittered_points(moving, generator=generator))
     else:
@@ -348,5 +349,5 @@ def find_similarity(similarity: str | Similarity) -> Similarity:
     if not isinstance(similarity, str):
         return similarity
     if similarity not in SIMILARITIES:
-        raise ValueError(f"unknown similarity {similarity!r}; expected one of {sorted(SIMILARITIES)} or a function")
+        raise InputError(f"unknown similarity {similarity!r}; expected one of {sorted(SIMILARITIES)} or a function")
     return SIMILARITIES[similarity]

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.geometry.checks import check_same_shape
 from carlreg.geometry.grids import voxel_points, voxel_size
 from carlreg.geometry.transforms import Transform
@@ -94,7 +95,7 @@ def inverse_consistency(
 def _surface(mask: Tensor) -> Tensor:
     """The structure's voxels that have a neighbour outside of it, (1, 1, *shape) → (*shape)."""
     if mask.shape[0] != 1 or mask.shape[1] != 1:
-        raise ValueError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
+        raise InputError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
     inside = mask[0, 0]
     dim = inside.dim()
     padded = F.pad(inside, (1, 1) * dim)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.geometry.transforms import Affine
 from carlreg.synthesis.waves import Waves
@@ -53,9 +54,9 @@ def random_anatomy(
     """
     dim = len(shape)
     if dim not in (2, 3) or min(shape) < 8:
-        raise ValueError(f"shape is {tuple(shape)}; expected 2 or 3 sides of at least 8 voxels")
+        raise InputError(f"shape is {tuple(shape)}; expected 2 or 3 sides of at least 8 voxels")
     if batch < 1:
-        raise ValueError(f"batch is {batch}; expected 1 or more")
+        raise InputError(f"batch is {batch}; expected 1 or more")
     draw = _Draw(batch, dim, generator)
     anatomy = _Anatomy.random(draw, body)
     count = 1 + REGIONS + BALLS + len(TUBES)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.geometry.grids import Grid, along_axes
 from carlreg.synthesis.shapes import BLOCK, Canvas
 from carlreg.synthesis.torso import AIR, PHASES, Phase, draw
@@ -56,7 +57,7 @@ class Patient:
         """The same patient lying elsewhere: everything in them is `by` mm further along each world axis."""
         offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
         if offset.shape != self.shift.shape:
-            raise ValueError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
+            raise InputError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
         return dataclasses.replace(self, shift=self.shift - self.linear @ offset)
 
     def to_canonical(self, points: npt.ArrayLike) -> Array:
@@ -81,7 +82,7 @@ class Patient:
     def _tensor(self, points: npt.ArrayLike) -> tuple[Tensor, tuple[int, ...]]:
         array = np.asarray(points, dtype=np.float64)
         if array.shape[-1:] != (self.dim,):
-            raise ValueError(f"points have shape {array.shape}; expected (..., {self.dim}) for this patient")
+            raise InputError(f"points have shape {array.shape}; expected (..., {self.dim}) for this patient")
         return torch.from_numpy(np.ascontiguousarray(array)).reshape(1, -1, self.dim), array.shape
 
     def scan(
@@ -99,11 +100,11 @@ class Patient:
         scan with this spacing, apart from noise.
         """
         if len(shape) != self.dim:
-            raise ValueError(f"shape is {tuple(shape)}; expected {self.dim} sides for this patient")
+            raise InputError(f"shape is {tuple(shape)}; expected {self.dim} sides for this patient")
         steps = np.broadcast_to(np.asarray(spacing, dtype=np.float64), (self.dim,))
         middle = np.zeros(self.dim) if centre is None else np.asarray(centre, dtype=np.float64)
         if min(shape) < 1 or not (steps > 0).all() or middle.shape != (self.dim,):
-            raise ValueError(
+            raise InputError(
                 f"shape {tuple(shape)}, spacing {spacing}, centre {centre}; expected positive numbers and a centre of "
                 f"{self.dim} coordinates"
             )
@@ -137,11 +138,11 @@ def patient(
     In 2-D it is the axial slice of the torso at canonical z = `level`, with a map of its plane.
     """
     if dim not in (2, 3):
-        raise ValueError(f"dim is {dim}; expected 2 or 3")
+        raise InputError(f"dim is {dim}; expected 2 or 3")
     if not 0 <= variation <= 1.5:
-        raise ValueError(f"variation is {variation}; expected 0 to 1.5, beyond which anatomy may fold")
+        raise InputError(f"variation is {variation}; expected 0 to 1.5, beyond which anatomy may fold")
     if phase is not None and phase not in PHASES:
-        raise ValueError(f"unknown phase {phase!r}; expected one of {', '.join(PHASES)}")
+        raise InputError(f"unknown phase {phase!r}; expected one of {', '.join(PHASES)}")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -173,7 +174,7 @@ def correspondence(first: Patient, second: Patient) -> Callable[[npt.ArrayLike],
     >>> there = correspondence(patient(1), patient(2))(landmarks)
     """
     if first.level != second.level:
-        raise ValueError("one patient is another slice of the torso than the other; expected the same level")
+        raise InputError("one patient is another slice of the torso than the other; expected the same level")
     return lambda points: second.from_canonical(first.to_canonical(points))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.geometry.grids import interpolate
 
 Distance = Callable[[Tensor], Tensor]
@@ -157,7 +158,7 @@ class Canvas:
         self.softness, self._shape = softness, points.shape[1:]
         grids = [n // BLOCK for n in self._shape]
         if any(n % BLOCK for n in self._shape):
-            raise ValueError(f"points have sides {tuple(self._shape)}; expected multiples of {BLOCK}")
+            raise InputError(f"points have sides {tuple(self._shape)}; expected multiples of {BLOCK}")
         split = points.reshape(3, *(side for n in grids for side in (n, BLOCK)))
         dim = len(grids)
         self._order = [*range(1, 2 * dim, 2), *range(2, 2 * dim + 1, 2)]

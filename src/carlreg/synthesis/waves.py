@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
+
 
 @dataclass(frozen=True, eq=False)
 class Waves:
@@ -37,7 +39,7 @@ class Waves:
         Long waves are high and short ones low, by the square of their length. On the generator's device.
         """
         if not bool((torch.as_tensor(slope) < 1).all()):
-            raise ValueError(f"slope is {slope}; expected less than 1, beyond which waves may fold")
+            raise InputError(f"slope is {slope}; expected less than 1, beyond which waves may fold")
         device = generator.device
         length = torch.rand(batch, count, 1, generator=generator, dtype=dtype, device=device)
         length = wavelength[0] * (wavelength[1] / wavelength[0]) ** length

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from carlreg import fast
+from carlreg.errors import InputError
 from carlreg.geometry.grids import Grid
 from carlreg.model.attention.chunked import chunked_attention
 from carlreg.model.attention.fused import fused_attention
@@ -46,7 +47,7 @@ def coordinate_attention(
     if backend == "auto":
         backend = _choose(queries, coords, bound)
     if backend not in (*BACKENDS, KERNEL):
-        raise ValueError(
+        raise InputError(
             f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted([*BACKENDS, KERNEL])}"
         )
     with torch.autocast(queries.device.type, enabled=False):
@@ -129,11 +130,11 @@ def _say_once(reason: str) -> None:
 def _check(queries: Tensor, keys: Tensor) -> None:
     for name, features in (("queries", queries), ("keys", keys)):
         if features.dim() != 3:
-            raise ValueError(f"{name} have shape {tuple(features.shape)}; expected (B, number, features)")
+            raise InputError(f"{name} have shape {tuple(features.shape)}; expected (B, number, features)")
         if not features.is_floating_point():
             raise TypeError(f"{name} have dtype {features.dtype}; expected floating point")
     if queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
-        raise ValueError(
+        raise InputError(
             f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
             "expected the same batch size and feature length"
         )
@@ -145,7 +146,7 @@ def _positions(coords: Tensor | Grid, keys: Tensor) -> Tensor:
         coords = coords.points(keys.dtype, keys.device).reshape(-1, len(coords.shape))
     points = coords if coords.dim() == 3 else coords[None]
     if points.dim() != 3 or points.shape[1] != keys.shape[1] or points.shape[0] not in (1, keys.shape[0]):
-        raise ValueError(
+        raise InputError(
             f"coords have shape {tuple(coords.shape)} for keys of shape {tuple(keys.shape)}; "
             f"expected one position per key, ({keys.shape[1]}, D)"
         )
@@ -156,7 +157,7 @@ def _as_grid(coords: Tensor | Grid, keys: Tensor) -> Grid:
     if not isinstance(coords, Grid):
         raise TypeError("the Triton kernels take positions as a Grid; expected a Grid, or another backend")
     if coords.count != keys.shape[1]:
-        raise ValueError(f"the grid has {coords.count} points for {keys.shape[1]} keys; expected as many")
+        raise InputError(f"the grid has {coords.count} points for {keys.shape[1]} keys; expected as many")
     return coords
 
 
