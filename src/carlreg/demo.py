@@ -61,7 +61,7 @@ class Pair:
 
     def shown(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) of the fixed image have their true counterpart inside the moving image."""
-        index = map_points(world_transform.invert_matrix(self.moving.affine), self.truth(points))
+        index = map_points(np.linalg.inv(self.moving.affine), self.truth(points))
         return np.asarray(((index >= 0) & (index <= np.array(self.moving.shape) - 1)).all(axis=-1))
 
     def landmarks(self, count: int = 10_000) -> Matrix:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from carlreg.fast.devices import choose_device
 from carlreg.files.images import Image, Matrix, as_image, map_points
-from carlreg.files.world_transform import invert_matrix
 from carlreg.geometry.grids import Grid, fine_to_coarse, pool, pooled_shape
 from carlreg.model.algorithms import Augmented, CoordinateAttention, Downsample, RegistrationAlgorithm, TwoStep
 from carlreg.model.attention import attention_moments, scale_to_length
@@ -275,7 +274,7 @@ def _seen(labels: Image, image: Image, level: Level) -> Tensor:
     """A label map at the voxels that Ξθ sees of an image, (1, 1, *shape): 0 where the map ends."""
     index = np.moveaxis(np.indices(level.shape), 0, -1)
     world = map_points(image.unit_to_world() @ level.index_to_unit(), index)
-    found = np.rint(map_points(invert_matrix(labels.affine), world)).astype(int)
+    found = np.rint(map_points(np.linalg.inv(labels.affine), world)).astype(int)
     ends = np.array(labels.shape) - 1
     there = ((found >= 0) & (found <= ends)).all(axis=-1)
     data = np.where(there, labels.data[tuple(np.moveaxis(found.clip(0, ends), -1, 0))], 0)
@@ -296,7 +295,7 @@ def draw_point(seen: Explanation, voxel: Sequence[int]) -> bytes:
     projections, along each axis: a PNG."""
     mask = seen.mask(voxel)
     centre, spread = seen.match(mask)
-    index = np.rint(map_points(invert_matrix(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
+    index = np.rint(map_points(np.linalg.inv(mask.affine), centre)).astype(int).clip(0, np.array(mask.shape) - 1)
     padding = seen.inside.xi.padding
     grey = np.pad(seen.inside.moving[0, 0].cpu().numpy(), padding)
     fixed = seen.inside.fixed[0, 0].cpu().numpy()

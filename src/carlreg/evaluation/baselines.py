@@ -43,7 +43,7 @@ def ants(kind: str) -> Method:
             backward = [path for path in found["invtransforms"] if path.endswith(".nii.gz")]
             inverse: PointMap | None = None
             if backward and isinstance(transform, WorldTransform):
-                undo, warp = world_transform.invert_matrix(transform.affine), transform_files.read(backward)
+                undo, warp = np.linalg.inv(transform.affine), transform_files.read(backward)
                 inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
         return Result(transform, inverse, seconds)
 

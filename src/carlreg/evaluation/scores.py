@@ -14,9 +14,10 @@ from torch import Tensor
 from carlreg.evaluation.sources import BAD_INPUT, Method, WorldMap, _times
 from carlreg.evaluation.statistics import _number
 from carlreg.files import images, world_transform
-from carlreg.files.images import Image, _sitk, map_points
+from carlreg.files.images import Image, map_points
+from carlreg.files.itk import itk_order, simpleitk
 from carlreg.files.tables import Pair
-from carlreg.files.world_transform import PointMap, WorldTransform, invert_matrix
+from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.objective.metrics import dice, hd95, mean_score
 
 # ---- one pair -------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def _score_landmarks(scores: Scores, pair: Pair, fixed: Image, moving: Image, tr
         counts = f"{len(points['fixed'])} fixed and {len(points['moving'])} moving landmarks"
         raise ValueError(f"there are {counts}; expected as many, in the same order")
     for side, image in (("fixed", fixed), ("moving", moving)):
-        index = map_points(invert_matrix(image.affine), points[side])
+        index = map_points(np.linalg.inv(image.affine), points[side])
         outside = ((index < -0.5) | (index > np.array(image.shape) - 0.5)).any(axis=-1)
         if outside.any():
             first = int(np.flatnonzero(outside)[0])
@@ -179,7 +180,7 @@ def _inconsistency(transform: PointMap, inverse: PointMap, fixed: Image, moving:
     index = np.meshgrid(*(np.arange(0, n, s) for n, s in zip(fixed.shape, steps, strict=True)), indexing="ij")
     points = map_points(fixed.affine, np.stack(index, axis=-1).reshape(-1, fixed.dim))
     moved = transform(points)
-    there = map_points(invert_matrix(moving.affine), moved)
+    there = map_points(np.linalg.inv(moving.affine), moved)
     inside = ((there >= -0.5) & (there < np.array(moving.shape) - 0.5)).all(axis=-1)
     if not inside.any():
         return math.nan
@@ -190,7 +191,7 @@ def _dense(transform: WorldMap, fixed: Image) -> WorldTransform:
     """Anything but affine maps and one field is evaluated by SimpleITK on the fixed grid, which is quick."""
     if isinstance(transform, WorldTransform):
         return transform
-    sitk, like = _sitk(), fixed.to_sitk()
+    sitk, like = simpleitk(), fixed.to_sitk()
     field = sitk.TransformToDisplacementField(
         transform.transform,
         sitk.sitkVectorFloat64,
@@ -199,7 +200,7 @@ def _dense(transform: WorldMap, fixed: Image) -> WorldTransform:
         like.GetSpacing(),
         like.GetDirection(),
     )
-    vectors = world_transform._itk_order(sitk.GetArrayFromImage(field)).astype(np.float32)
+    vectors = itk_order(sitk.GetArrayFromImage(field)).astype(np.float32)
     return WorldTransform(np.eye(fixed.dim + 1), np.ascontiguousarray(vectors), fixed.index_to_world())
 
 

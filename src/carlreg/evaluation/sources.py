@@ -19,7 +19,7 @@ import torch
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, PathLike, map_points
 from carlreg.files.tables import FILES, SIDES, Pair, stem
-from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform, invert_matrix
+from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 
 WorldMap = WorldTransform | ItkTransform
 BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError, ArithmeticError, LookupError, MemoryError)
@@ -100,7 +100,7 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
     if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: the affine part is to be inverted, the warp is
         affine, warp = transform_files.read(backward[0]), transform_files.read(backward[1])
         if isinstance(affine, WorldTransform):
-            undo = invert_matrix(affine.affine)
+            undo = np.linalg.inv(affine.affine)
             inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
     elif backward:
         inverse = read_result(backward, moving)
@@ -162,7 +162,7 @@ def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
     if path.name.lower().endswith((".nii", ".nii.gz")) and shape != fixed.shape:
         raise ValueError(f"{path} has {_times(shape)} voxels; expected {_times(fixed.shape)}, as the fixed image has")
     ends = np.stack(np.meshgrid(*([0, n - 1] for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, fixed.dim)
-    index = map_points(invert_matrix(transform.lattice), map_points(fixed.affine, ends))
+    index = map_points(np.linalg.inv(transform.lattice), map_points(fixed.affine, ends))
     if ((index < -1) | (index > np.array(shape))).any():
         raise ValueError(
             f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "

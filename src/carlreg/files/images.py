@@ -15,7 +15,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from carlreg.errors import OutputError
 from carlreg.files.atomic import write_atomically
+from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
 from carlreg.geometry.grids import Grid
 
 PathLike = str | os.PathLike[str]
@@ -98,14 +98,10 @@ class Image:
 
     def to_sitk(self) -> Any:
         """The same voxels and positions as a SimpleITK image."""
-        image = _sitk().GetImageFromArray(np.ascontiguousarray(self.data.T))
-        image.SetSpacing(self.spacing)
-        image.SetDirection((self.affine[:-1, :-1] / np.array(self.spacing)).ravel().tolist())
-        image.SetOrigin(self.affine[:-1, -1].tolist())
-        return image
+        return place(simpleitk().GetImageFromArray(np.ascontiguousarray(self.data.T)), self.affine)
 
 
-def map_points(matrix: Matrix, points: npt.ArrayLike) -> Matrix:
+def map_points(matrix: npt.NDArray[np.floating[Any]], points: npt.ArrayLike) -> Matrix:
     """Points (..., D) of one space in another, by a matrix (D + 1, D + 1) such as `unit_to_world()`."""
     return np.asarray(points, dtype=np.float64) @ matrix[:-1, :-1].T + matrix[:-1, -1]
 
@@ -126,8 +122,7 @@ def from_sitk(image: Any, *, name: str = "SimpleITK image") -> Image:
     """An image from a SimpleITK one."""
     dim = image.GetDimension()
     _check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
-    affine = _affine(dim, image.GetDirection(), image.GetSpacing(), image.GetOrigin())
-    return Image(np.ascontiguousarray(_sitk().GetArrayViewFromImage(image).T), affine, name)
+    return Image(np.ascontiguousarray(simpleitk().GetArrayViewFromImage(image).T), affine_of(image), name)
 
 
 def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
@@ -177,7 +172,7 @@ def read(path: PathLike) -> Image:
         raise ImageError(f"{path} is empty; expected an image: copy or export it again")
     _check_header(path)
     _check_complete(path)
-    image = from_sitk(_run(path, lambda: _sitk().ReadImage(str(path))), name=str(path))
+    image = from_sitk(_run(path, lambda: simpleitk().ReadImage(str(path))), name=str(path))
     _check_finite(image.data, image.name)
     return image
 
@@ -197,7 +192,7 @@ def as_labels(image: Image) -> Image:
 
 
 def _read_series(folder: Path) -> Image:
-    sitk = _sitk()
+    sitk = simpleitk()
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))
     if not names:
         raise ImageError(
@@ -210,7 +205,7 @@ def _read_series(folder: Path) -> Image:
     log.log(level, "%s: read the largest of %d series", name, len(names))
     _check_header(Path(files[series][0]), slices=len(files[series]))
     if len(files[series]) == 1:
-        return from_sitk(_run(folder, lambda: _sitk().ReadImage(files[series][0])), name=name)
+        return from_sitk(_run(folder, lambda: simpleitk().ReadImage(files[series][0])), name=name)
     reader = sitk.ImageSeriesReader()
     reader.SetFileNames(files[series])
     reader.MetaDataDictionaryArrayUpdateOn()
@@ -228,51 +223,35 @@ def _read_series(folder: Path) -> Image:
     return image
 
 
-def _sitk() -> Any:
-    try:
-        import SimpleITK
-    except ImportError as error:
-        raise ImportError("image files need SimpleITK: pip install SimpleITK") from error
-    return SimpleITK
-
-
 def _run(path: Path, action: Callable[[], Any], verb: str = "read") -> Any:
     """Do something with SimpleITK, whose errors are pages long and name its source files."""
     try:
         return action()
     except RuntimeError as error:
-        last = str(error).strip().splitlines()[-1]
-        reason = re.sub(r"(sitk::|ITK )ERROR: |\w+\(0x[0-9a-f]+\): |\[nrrd\] \w+: ", "", last).strip(" .")
+        why = reason(error)
         expected = "a whole image file: copy or export it again" if verb == "read" else "another format, .nii.gz say"
-        if "ImageIO" in reason:
-            reason = "not an image of a format that SimpleITK knows"
+        if "ImageIO" in why:
+            why = "not an image of a format that SimpleITK knows"
             if path.suffix.lower() == ".gif":
-                reason, expected = "SimpleITK does not know GIF", "PNG, say: convert it"
-        elif "orthonormal" in reason:
-            reason = "the directions in its header are singular or not at right angles"
+                why, expected = "SimpleITK does not know GIF", "PNG, say: convert it"
+        elif "orthonormal" in why:
+            why = "the directions in its header are singular or not at right angles"
             expected = "axes at right angles: correct its header, or resample it"
-        elif "Reason:" in reason:  # MetaImage blames the operating system
-            reason = "its voxels are missing or end too early"
-        raise ImageError(f"{path} cannot be {verb}: {reason}; expected {expected}") from error
+        elif "Reason:" in why:  # MetaImage blames the operating system
+            why = "its voxels are missing or end too early"
+        raise ImageError(f"{path} cannot be {verb}: {why}; expected {expected}") from error
 
 
 def _check_header(path: Path, slices: int = 1) -> None:
     """Refuse what the header already shows to be unusable, before memory is taken for voxels."""
     if path.name.lower().endswith((".nii", ".nii.gz")):
         _check_nifti(path)
-    reader = _run(path, lambda: _header(path))
+    reader = _run(path, lambda: read_header(path))
     dim, size = reader.GetDimension(), tuple(reader.GetSize())
     _check_kind(dim, size, reader.GetNumberOfComponents(), str(path))
     _check_size(size if slices == 1 else (*size[:2], slices), str(path))
     _check_spacing(reader.GetSpacing(), str(path))
-    _check_geometry(_affine(dim, reader.GetDirection(), reader.GetSpacing(), reader.GetOrigin()), str(path))
-
-
-def _header(path: Path) -> Any:
-    reader = _sitk().ImageFileReader()
-    reader.SetFileName(str(path))
-    reader.ReadImageInformation()
-    return reader
+    _check_geometry(affine_of(reader), str(path))
 
 
 def _check_nifti(path: Path) -> None:
@@ -370,13 +349,6 @@ def _check_geometry(affine: Matrix, name: str) -> None:
         )
 
 
-def _affine(dim: int, direction: Sequence[float], spacing: Sequence[float], origin: Sequence[float]) -> Matrix:
-    affine = np.eye(dim + 1)
-    affine[:-1, :-1] = np.reshape(direction, (dim, dim)) * np.asarray(spacing)
-    affine[:-1, -1] = origin
-    return affine
-
-
 def _times(size: Iterable[int]) -> str:
     return " × ".join(str(n) for n in size)
 
@@ -408,16 +380,16 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
 
 def write_sitk(source: Any, path: Path) -> None:
     """Write a SimpleITK image and check that all of it is in the file: SimpleITK does not report a full disk."""
-    _run(path, lambda: _sitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha")), "written")
-    array = _sitk().GetArrayViewFromImage(source)
+    _run(path, lambda: simpleitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha")), "written")
+    array = simpleitk().GetArrayViewFromImage(source)
     if path.name.lower().endswith((".nii", ".nii.gz")):
         whole = _count_bytes(path) == NIFTI_HEADER + array.nbytes
     elif path.suffix.lower() == ".nrrd":
         whole = _count_bytes(path, header=True) == array.nbytes
     else:
-        stored = _run(path, lambda: _sitk().ReadImage(str(path)), "written")
+        stored = _run(path, lambda: simpleitk().ReadImage(str(path)), "written")
         lossy = path.suffix.lower() in (".jpg", ".jpeg") or stored.GetSize() != source.GetSize()  # `write` checks that
-        whole = lossy or np.array_equal(_sitk().GetArrayViewFromImage(stored), array, equal_nan=True)
+        whole = lossy or np.array_equal(simpleitk().GetArrayViewFromImage(stored), array, equal_nan=True)
     if not whole:
         raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
@@ -437,22 +409,21 @@ def _count_bytes(path: Path, *, header: bool = False) -> int:
 
 def _check_stored(image: Image, pixel_type: int, path: Path) -> None:
     """Read the header back: formats drop without a warning what they cannot store."""
-    header = _run(path, lambda: _header(path), "written")
+    header = _run(path, lambda: read_header(path), "written")
     lost = []
     if header.GetPixelID() != pixel_type:
         lost.append(f"values of type {image.data.dtype}")
     if tuple(header.GetSize()) != image.shape:
         lost.append(f"a size of {_times(image.shape)}")
     elif path.suffix.lower() not in WITHOUT_POSITION:
-        affine = _affine(image.dim, header.GetDirection(), header.GetSpacing(), header.GetOrigin())
-        shift = _largest_shift(affine, image)
+        shift = largest_shift(affine_of(header), image)
         if shift > 0.01 * min(image.spacing):
             lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
     if lost:
         raise ImageError(f"{path} was not written: its format cannot hold {' or '.join(lost)}; choose another format")
 
 
-def _largest_shift(affine: Matrix, image: Image) -> float:
+def largest_shift(affine: Matrix, image: Image) -> float:
     """How far apart, in millimetres, another affine puts the image's voxels at most."""
     corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
     return float(np.abs(map_points(affine, corners) - map_points(image.affine, corners)).max())
@@ -474,7 +445,7 @@ def check_same_grid(other: Image, image: Image, what: str) -> None:
             f"{other.name} has {_times(other.shape)} voxels but {image.name} has {_times(image.shape)}; expected "
             f"{what} on the image's own grid: resample it"
         )
-    shift = _largest_shift(other.affine, image)
+    shift = largest_shift(other.affine, image)
     if shift > 0.1 * min(image.spacing):
         raise ImageError(
             f"{other.name} lies up to {shift:.3g} mm away from {image.name}; expected {what} on the image's own grid: "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,28 +19,16 @@ import numpy.typing as npt
 
 from carlreg.errors import DependencyError, OutputError
 from carlreg.files.atomic import write_atomically
-from carlreg.files.images import (
-    Image,
-    ImageError,
-    Matrix,
-    PathLike,
-    _affine,
-    _check_nifti,
-    _header,
-    _largest_shift,
-    _sitk,
-    write_sitk,
-)
+from carlreg.files.images import Image, ImageError, Matrix, PathLike, _check_nifti, largest_shift, write_sitk
+from carlreg.files.itk import affine_of, itk_order, read_header, reason, simpleitk, vector_image
 from carlreg.files.world_transform import (
     ItkTransform,
     PointMap,
     TransformError,
     WorldTransform,
-    _after_affine,
-    _itk_order,
-    _slabs,
-    _vector_image,
+    after_affine,
     learn2reg,
+    slabs,
 )
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -82,19 +69,19 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
     >>> write_warp(T, fixed, "warp.nii.gz")
     """
     field = np.empty((*grid.shape, grid.dim), np.float32)
-    for rows, points in _slabs(grid):
-        field[rows] = transform(points) - points
-    source = _vector_image(field, grid.affine)
+    for box, points in slabs(grid):
+        field[box] = transform(points) - points
+    source = vector_image(field, grid.affine)
 
     def save(temporary: Path) -> None:
         try:
             write_sitk(source, temporary)
         except ImageError as error:
             raise TransformError(str(error)) from error
-        header = _header(temporary)
+        header = read_header(temporary)
         if header.GetSize() != source.GetSize() or header.GetNumberOfComponents() != grid.dim:
             raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz, say")
-        shift = _largest_shift(_geometry(header), grid)
+        shift = largest_shift(affine_of(header), grid)
         if shift > 0.01 * min(grid.spacing):
             raise TransformError(
                 f"{path} was not written: its format would move voxels by {shift:.3g} mm; expected .mha"
@@ -114,7 +101,7 @@ def write_learn2reg(
     if fixed.dim != 3 or not Path(path).name.lower().endswith((".nii", ".nii.gz")):
         raise TransformError(f"{path}: Learn2Reg's displacements are 3-D and in NIfTI; expected disp_0001_0002.nii.gz")
     field = learn2reg(transform, fixed, moving)
-    image = _sitk().GetImageFromArray(np.ascontiguousarray(field.transpose(3, 2, 1, 0)), isVector=False)
+    image = simpleitk().GetImageFromArray(np.ascontiguousarray(field.transpose(3, 2, 1, 0)), isVector=False)
     image.SetSpacing([*fixed.spacing, 1.0])
     image.SetOrigin([*fixed.affine[:-1, -1].tolist(), 0.0])
     direction = np.eye(4)
@@ -128,7 +115,9 @@ def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
     name = Path(path)
     if not is_learn2reg(name):
         raise TransformError(f"{path} is no NIfTI image of shape (x, y, z, 3); expected Learn2Reg's displacements")
-    field = _sitk().GetArrayFromImage(_sitk().ReadImage(str(name), _sitk().sitkFloat32)).transpose(3, 2, 1, 0)
+    field = (
+        simpleitk().GetArrayFromImage(simpleitk().ReadImage(str(name), simpleitk().sitkFloat32)).transpose(3, 2, 1, 0)
+    )
     if field.shape[:-1] != grid.shape:
         raise TransformError(
             f"{path} is for {field.shape[:-1]} voxels but {grid.name} has {grid.shape}; expected one grid"
@@ -144,7 +133,7 @@ def is_learn2reg(path: PathLike) -> bool:
         return False
     _check_nifti(name)
     try:
-        header = _header(name)
+        header = read_header(name)
     except RuntimeError:
         return False
     return bool(header.GetDimension() == 4 and header.GetSize()[3] == 3 and header.GetNumberOfComponents() == 1)
@@ -153,7 +142,7 @@ def is_learn2reg(path: PathLike) -> bool:
 def is_warp(path: PathLike) -> bool:
     """Whether a file is an image with as many numbers per voxel as axes."""
     try:
-        header = _header(Path(path))
+        header = read_header(Path(path))
     except RuntimeError:
         return False
     return bool(header.GetDimension() in (2, 3) and header.GetNumberOfComponents() == header.GetDimension())
@@ -177,7 +166,7 @@ def _parts(transform: WorldTransform) -> list[_Part]:
         return [affine]
     spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
     geometry = [transform.displacement.shape[:-1], lattice[:-1, -1], spacing, (lattice[:-1, :-1] / spacing).ravel()]
-    vectors = np.ascontiguousarray(_itk_order(transform.displacement), np.float32).ravel()
+    vectors = np.ascontiguousarray(itk_order(transform.displacement), np.float32).ravel()
     field = _Part(f"DisplacementFieldTransform_float_{dim}_{dim}", vectors, np.concatenate(geometry, dtype=np.float64))
     return [_Part(f"CompositeTransform_double_{dim}_{dim}"), affine, field]
 
@@ -223,10 +212,10 @@ def _matlab(part: _Part) -> bytes:
 def _write_itk(transform: Any, path: Path) -> None:
     """Any transform of ITK's. SimpleITK does not report a full disk when it writes text."""
     try:
-        _sitk().WriteTransform(transform, str(path))
-        stored = _sitk().ReadTransform(str(path))
+        simpleitk().WriteTransform(transform, str(path))
+        stored = simpleitk().ReadTransform(str(path))
     except RuntimeError as error:
-        raise TransformError(f"{path} cannot be written: {_reason(error)}; expected .h5 or .tfm") from error
+        raise TransformError(f"{path} cannot be written: {reason(error)}; expected .h5 or .tfm") from error
     same = stored.GetParameters() == transform.GetParameters()
     whole = path.suffix.lower() in HDF5 or path.read_bytes().endswith(b"\n")
     if not (same and whole and stored.GetFixedParameters() == transform.GetFixedParameters()):
@@ -254,7 +243,7 @@ def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
     dim = parts[0].GetDimension()
     fields = [part for part in parts if _is_field(part)]
     if len(fields) > 1 or not all(part.IsLinear() or _is_field(part) for part in parts):
-        return ItkTransform(_sitk().CompositeTransform(parts[::-1]) if len(parts) > 1 else parts[0])
+        return ItkTransform(simpleitk().CompositeTransform(parts[::-1]) if len(parts) > 1 else parts[0])
     before, after, seen = np.eye(dim + 1), np.eye(dim + 1), False
     for part in parts:
         if _is_field(part):
@@ -265,19 +254,19 @@ def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
             before = _matrix(part) @ before
     vectors, lattice = np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1)
     if fields:
-        image = _sitk().DisplacementFieldTransform(fields[0]).GetDisplacementField()
-        vectors, lattice = _itk_order(_sitk().GetArrayFromImage(image)), _geometry(image)
+        image = simpleitk().DisplacementFieldTransform(fields[0]).GetDisplacementField()
+        vectors, lattice = itk_order(simpleitk().GetArrayFromImage(image)), affine_of(image)
     if not np.isfinite(vectors).all() or not np.isfinite(before).all() or not np.isfinite(after).all():
         raise TransformError(f"{paths[0]} holds numbers that are not finite; expected a transform: write it again")
     whole = WorldTransform(after, np.ascontiguousarray(vectors, np.float32), lattice)
-    return _after_affine(whole, before)
+    return after_affine(whole, before)
 
 
 def _read_parts(path: Path) -> list[Any]:
     """The file's transforms as SimpleITK has them, the one that acts first on a point first."""
     if not path.is_file():
         raise TransformError(f"{path} does not exist or is a folder; expected a transform file: check the path")
-    sitk = _sitk()
+    sitk = simpleitk()
     try:
         if path.suffix.lower() in TEXT:
             _check_text(path)
@@ -285,7 +274,7 @@ def _read_parts(path: Path) -> list[Any]:
             return _flatten(sitk.ReadTransform(str(path)))
         if path.name.lower().endswith((".nii", ".nii.gz")):
             _check_nifti(path)
-        header = _header(path)
+        header = read_header(path)
         dim, components = header.GetDimension(), header.GetNumberOfComponents()
         if dim not in (2, 3) or components != dim:
             raise TransformError(
@@ -299,7 +288,7 @@ def _read_parts(path: Path) -> list[Any]:
         raise TransformError(str(error)) from error
     except (RuntimeError, ValueError) as error:
         raise TransformError(
-            f"{path} cannot be read: {_reason(error)}; expected a whole transform file: copy or write it again"
+            f"{path} cannot be read: {reason(error)}; expected a whole transform file: copy or write it again"
         ) from error
 
 
@@ -321,7 +310,7 @@ def _check_text(path: Path) -> None:
 def _flatten(transform: Any) -> list[Any]:
     if transform.GetName() != "CompositeTransform":
         return [transform]
-    composite = _sitk().CompositeTransform(transform)
+    composite = simpleitk().CompositeTransform(transform)
     count = composite.GetNumberOfTransforms()
     return [part for n in reversed(range(count)) for part in _flatten(composite.GetNthTransform(n))]
 
@@ -337,13 +326,3 @@ def _matrix(linear: Any) -> Matrix:
     matrix[:-1, -1] = linear.TransformPoint([0.0] * dim)
     matrix[:-1, :-1] = np.transpose([linear.TransformPoint(axis) for axis in np.eye(dim).tolist()]) - matrix[:-1, -1:]
     return matrix
-
-
-def _geometry(image: Any) -> Matrix:
-    return _affine(image.GetDimension(), image.GetDirection(), image.GetSpacing(), image.GetOrigin())
-
-
-def _reason(error: Exception) -> str:
-    """The last line of an error without SimpleITK's addresses."""
-    last = str(error).strip().splitlines()[-1]
-    return re.sub(r"(sitk::|ITK )ERROR: |\w+\(0x[0-9a-f]+\): ", "", last).strip(" .")

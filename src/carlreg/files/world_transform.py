@@ -10,6 +10,7 @@ SimpleITK is imported where it is used.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,39 +20,36 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from carlreg.files.images import (
-    Image,
-    Matrix,
-    _largest_shift,
-    _sitk,
-    map_points,
-)
+from carlreg.errors import InputError
+from carlreg.files.images import Image, Matrix, largest_shift, map_points
+from carlreg.files.itk import itk_order, simpleitk, vector_image
 from carlreg.geometry import jacobian
 from carlreg.geometry.grids import Grid, Interpolation, interpolate
 from carlreg.geometry.transforms import Transform
 
 Field = npt.NDArray[np.float32]
+Box = tuple[slice, ...]
 PointMap = Callable[[Matrix], Matrix]
 """World points (..., D) to world points (..., D): a WorldTransform, an ItkTransform, any function."""
 
 SLAB = 2**20
-"""Voxels that are worked on at a time."""
+"""Voxels computed at a time, so that large images need little memory beyond their own."""
 CHEAP = 10
-"""Steps of the plain fixed-point iteration before Newton's, when a transform is inverted."""
+"""Steps of the plain fixed-point iteration before Newton's method, when a transform is inverted."""
 FLATTEST = 0.1
-"""An affine part shrinks no direction by more than this: beyond, its inverse would blow the displacements up."""
+"""The smallest singular value of a fitted affine part: the inverse of a flatter one would inflate displacements."""
 
 
-class TransformError(ValueError):
-    """A file that is not a transform we can use, or a transform that a file cannot hold."""
+class TransformError(InputError):
+    """A file that is not a usable transform, or a transform that a file cannot hold."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorldTransform:
     """T(x) = A(x + u(x)), from fixed to moving world points (LPS, mm).
 
-    u is interpolated linearly between the points of its lattice. As in ITK it goes on unchanged for half a voxel beyond
-    the outermost points and is zero from there on, where T is A alone.
+    u is interpolated linearly between the points of its lattice. As in ITK, it is continued by its border values for
+    half a voxel, and is zero farther out, where T is A alone.
 
     >>> T = read("transform.h5")
     >>> T(landmarks)  # (..., D) → (..., D)
@@ -67,20 +65,20 @@ class WorldTransform:
         if self.displacement.shape[-1] != dim or self.affine.shape != square or self.lattice.shape != square:
             raise TransformError(
                 f"an affine part of shape {self.affine.shape}, displacements {self.displacement.shape} and a lattice "
-                f"{self.lattice.shape} do not fit; expected (D + 1, D + 1), (*shape, D) and (D + 1, D + 1)"
+                f"{self.lattice.shape} do not match; expected (D + 1, D + 1), (*shape, D) and (D + 1, D + 1)"
             )
 
     @classmethod
     def linear(cls, affine: npt.ArrayLike) -> WorldTransform:
-        """A alone, from a matrix (D + 1, D + 1): files of it hold an affine map and nothing else."""
+        """An affine map alone, from a matrix (D + 1, D + 1)."""
         matrix = np.array(affine, dtype=np.float64)
         dim = len(matrix) - 1
         if matrix.shape not in ((3, 3), (4, 4)) or not np.array_equal(matrix[-1], np.eye(dim + 1)[-1]):
             raise TransformError(
-                f"a matrix of shape {matrix.shape} is no affine map; expected (D + 1, D + 1), last row zeros and a one"
+                f"a matrix of shape {matrix.shape} is not an affine map; expected (D + 1, D + 1), last row 0 … 0 1"
             )
         if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-            raise TransformError("the matrix is singular or not finite; expected an affine map that has an inverse")
+            raise TransformError("the matrix is singular or not finite; expected an invertible affine map")
         return cls(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
 
     @property
@@ -89,7 +87,7 @@ class WorldTransform:
 
     @functools.cached_property
     def is_linear(self) -> bool:
-        """Whether there is nothing but A."""
+        """Whether T is affine: u is zero everywhere."""
         return not self.displacement.any()
 
     def __call__(self, points: npt.ArrayLike) -> Matrix:
@@ -102,41 +100,31 @@ class WorldTransform:
 
     def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) lie on the displacement's lattice, its outer half voxel included."""
-        index = map_points(invert_matrix(self.lattice), points)
+        index = map_points(np.linalg.inv(self.lattice), points)
         inside = (index >= -0.5) & (index < np.array(self.displacement.shape[:-1]) - 0.5)
         return np.asarray(inside.all(axis=-1))
 
     def continued(self, points: Matrix) -> Matrix:
-        """u at world points (..., D), continued by its border values for ever."""
-        unit = map_points(invert_matrix(self.lattice), points) * Grid.of(self.displacement.shape[:-1]).spacing
-        values = interpolate(self._tensor, torch.from_numpy(unit).reshape(1, -1, self.dim))
-        return np.asarray(values[0].numpy().T.reshape(points.shape))
-
-    @functools.cached_property
-    def _tensor(self) -> Tensor:  # (1, D, *shape)
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(self.displacement, -1, 0), dtype=np.float64))[None]
-
-    @functools.cached_property
-    def _index_tensor(self) -> Tensor:  # (1, D, *shape), in the lattice's own indices
-        turned = self.displacement @ invert_matrix(self.lattice)[:-1, :-1].T.astype(np.float32)
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(turned, -1, 0)))[None]
+        """u at world points (..., D), continued by its border values everywhere."""
+        index = torch.from_numpy(map_points(np.linalg.inv(self.lattice), points))
+        return np.asarray(_interpolate(self.displacement, index.reshape(-1, self.dim)).numpy().reshape(points.shape))
 
     def to_sitk(self) -> Any:
         """A SimpleITK CompositeTransform of the affine and the displacement part, or an AffineTransform alone."""
-        sitk = _sitk()
+        sitk = simpleitk()
         affine = sitk.AffineTransform(self.dim)
         affine.SetMatrix(self.affine[:-1, :-1].ravel().tolist())
         affine.SetTranslation(self.affine[:-1, -1].tolist())
         if self.is_linear:
             return affine
-        field = _vector_image(self.displacement.astype(np.float64), self.lattice)
+        field = vector_image(self.displacement.astype(np.float64), self.lattice)
         # The last one acts first.
         return sitk.CompositeTransform([affine, sitk.DisplacementFieldTransform(field)])
 
 
 @dataclass(frozen=True, eq=False)
 class ItkTransform:
-    """Any other SimpleITK transform, a B-spline say, on world points. `sample` makes a WorldTransform of it."""
+    """Any other SimpleITK transform, for example a B-spline, as a map of world points."""
 
     transform: Any  # SimpleITK.Transform
 
@@ -146,15 +134,21 @@ class ItkTransform:
 
     def __call__(self, points: npt.ArrayLike) -> Matrix:
         points = np.asarray(points, dtype=np.float64)
-        moved = [self.transform.TransformPoint(point) for point in points.reshape(-1, points.shape[-1]).tolist()]
-        return np.array(moved).reshape(points.shape)
+        if points.size == 0:
+            return points.copy()
+        # SimpleITK maps one point at a time, but all points of a lattice at once. The lattice is a line of N points
+        # whose displacements lead to ours; both are then mapped by one composite.
+        flat = points.reshape(-1, *(1,) * (self.dim - 1), self.dim)
+        line = np.zeros_like(flat)
+        line[..., 0] = np.arange(len(flat)).reshape(flat.shape[:-1])
+        sitk = simpleitk()
+        to_points = sitk.DisplacementFieldTransform(vector_image(flat - line, np.eye(self.dim + 1)))
+        both = sitk.CompositeTransform([self.transform, to_points])  # the last one acts first
+        shift = sitk.TransformToDisplacementField(both, sitk.sitkVectorFloat64, flat.shape[:-1])
+        return np.asarray((itk_order(sitk.GetArrayViewFromImage(shift)) + line).reshape(points.shape))
 
     def to_sitk(self) -> Any:
         return self.transform
-
-
-def invert_matrix(matrix: Matrix) -> Matrix:
-    return np.asarray(np.linalg.inv(matrix), dtype=np.float64)
 
 
 # ---- from networks and functions ------------------------------------------------------------------------------------
@@ -187,18 +181,18 @@ def to_world(
 def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> WorldTransform:
     """A map of world points as a WorldTransform, its displacements on the voxels of `grid`.
 
-    A is the least-squares fit to the map on the grid unless it is given, so that it is a registration of its own. Where
-    that fit is nearly flat, A is the mean shift alone.
+    A is the least-squares fit to the map on the grid unless it is given, so that it is a registration by itself. If the
+    fit is nearly flat, A is the mean shift.
     """
     centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)[None]
     common = function(centre) - centre  # apart, since float32 would round distant origins
-    shift = np.empty((*grid.shape, grid.dim), np.float32)
-    for rows, points in _slabs(grid):
-        shift[rows] = function(points) - points - common
+    shift = _empty_field(grid)
+    for box, points in slabs(grid):
+        shift[box] = function(points) - points - common
     matrix = _fit(grid, shift, common) if affine is None else np.array(affine, dtype=np.float64)
-    inverse = invert_matrix(matrix)
-    for rows, points in _slabs(grid):
-        shift[rows] = map_points(inverse, points + common + shift[rows]) - points
+    inverse = np.linalg.inv(matrix)
+    for box, points in slabs(grid):
+        shift[box] = map_points(inverse, points + common + shift[box]) - points
     return WorldTransform(matrix, shift, grid.index_to_world())
 
 
@@ -208,26 +202,61 @@ def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
         if outer.is_linear:
             return WorldTransform(outer.affine @ inner.affine, inner.displacement, inner.lattice)
         if inner.is_linear:
-            return _after_affine(outer, inner.affine)
+            return after_affine(outer, inner.affine)
     return sample(lambda points: outer(inner(points)), grid)
 
 
-def _slabs(grid: Image) -> Iterator[tuple[slice, Matrix]]:
-    """The world positions (n, ..., D) of the image's voxels, some rows of the first axis at a time."""
-    for rows in _row_slices(grid):
-        yield rows, _voxel_positions(grid, rows)
+def slabs(grid: Image) -> Iterator[tuple[Box, Matrix]]:
+    """The image's voxels, about a million at a time: the slices of a slab, and its world positions (..., D)."""
+    for box in _slab_boxes(grid):
+        yield box, _voxel_positions(grid, box)
 
 
-def _row_slices(grid: Image) -> Iterator[slice]:
-    step = max(1, SLAB * grid.shape[0] // grid.data.size)
-    for start in range(0, grid.shape[0], step):
-        yield slice(start, min(start + step, grid.shape[0]))
+def _slab_boxes(grid: Image) -> Iterator[Box]:
+    """Slabs across the last axis, which is the slowest in ITK's files, or across the longest if those are too large."""
+    rows = grid.data.size // np.array(grid.shape)  # voxels in a slab of one row, for each axis
+    axis = grid.dim - 1 if rows[-1] <= SLAB else int(rows.argmin())
+    step = max(1, SLAB // int(rows[axis]))
+    box = [slice(0, n) for n in grid.shape]
+    for start in range(0, grid.shape[axis], step):
+        box[axis] = slice(start, min(start + step, grid.shape[axis]))
+        yield tuple(box)
 
 
-def _voxel_positions(grid: Image, rows: slice) -> Matrix:
-    """World positions (n, ..., D) of the voxels in some rows of the first axis."""
-    index = np.meshgrid(np.arange(rows.start, rows.stop), *(np.arange(n) for n in grid.shape[1:]), indexing="ij")
+def _voxel_positions(grid: Image, box: Box) -> Matrix:
+    index = np.meshgrid(*(np.arange(rows.start, rows.stop) for rows in box), indexing="ij")
     return map_points(grid.affine, np.stack(index, axis=-1))
+
+
+def _empty_field(grid: Image) -> Field:
+    """Room for displacements (*shape, D), in memory as ITK's files have them, so that writing needs no copy."""
+    return itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32))
+
+
+def _interpolate(values: npt.NDArray[Any], index: Tensor) -> Tensor:
+    """(*shape, C) at fractional indices (N, D), linearly, continued by the border: (N, C) in the precision of `index`.
+
+    Only the box around the indices is converted to that precision. If it is much larger than their number, they are
+    split along its longest side.
+    """
+    if len(index) == 0:
+        return index.new_empty(0, values.shape[-1])
+    sides, index = np.array(values.shape[:-1]), index.nan_to_num()
+    low, high = (
+        np.clip(edge.numpy(), 0, sides - 1).astype(int) for edge in (index.amin(0).floor(), index.amax(0).ceil())
+    )
+    size = high - low + 1
+    if len(index) > 1 and math.prod(size.tolist()) > max(2**16, 8 * len(index)):
+        order = index[:, int(size.argmax())].argsort()
+        result = index.new_empty(len(index), values.shape[-1])
+        for part in order.tensor_split(2):
+            result[part] = _interpolate(values, index[part])
+        return result
+    box = values[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+    kind = np.float64 if index.dtype == torch.float64 else np.float32
+    image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(box, -1, 0), dtype=kind))[None]
+    unit = (index - torch.from_numpy(low)) * torch.tensor(Grid.of(size.tolist()).spacing, dtype=index.dtype)
+    return interpolate(image, unit[None])[0].mT
 
 
 def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
@@ -235,11 +264,11 @@ def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
     dim = grid.dim
     centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)
     left, right = np.zeros((dim + 1, dim + 1)), np.zeros((dim + 1, dim))
-    for rows, points in _slabs(grid):
+    for box, points in slabs(grid):
         flat = np.concatenate([points - centre, np.ones_like(points[..., :1])], axis=-1).reshape(-1, dim + 1)
         left += flat.T @ flat
-        right += flat.T @ shift[rows].reshape(-1, dim)
-    # Of the shift, not of the map: along an axis of one voxel the smallest solution leaves everything in place.
+        right += flat.T @ shift[box].reshape(-1, dim)
+    # The shift is fitted, not the map: along an axis of one voxel the smallest solution leaves everything in place.
     solution = np.linalg.lstsq(left, right, rcond=1e-12)[0]
     linear = solution[:-1].T
     if np.linalg.norm(np.eye(dim) + linear, -2) < FLATTEST:  # the smallest singular value
@@ -259,34 +288,33 @@ def invert(
     """T⁻¹, its displacements on the voxels of `grid`, an image in the moving image's world; and |T(T⁻¹(y)) − y| in mm
     at each of those voxels y.
 
-    Where T⁻¹(y) lies beyond the lattice of u, there is no displacement to undo: T⁻¹ undoes u's border values, so that
-    it stays smooth, and the residual is NaN. Each point stops at `tolerance` mm or after `steps`; where T folds there
-    may be no solution, and the residual says so.
+    Beyond the lattice of u, T⁻¹ undoes u's border values, so that it stays smooth, and the residual is NaN. Each point
+    stops at `tolerance` mm or after `steps`. Where T folds there may be no solution; the residual is then large.
 
     >>> inverse, residual = invert(T, moving)
     >>> np.nanmax(residual)
     """
-    undo = invert_matrix(transform.affine)
-    shift, residual = np.empty((*grid.shape, grid.dim), np.float32), np.empty(grid.shape, np.float32)
-    for rows, points in _slabs(grid):
+    undo = np.asarray(np.linalg.inv(transform.affine), np.float64)
+    shift, residual = _empty_field(grid), np.empty(grid.shape[::-1], np.float32).T
+    for box, points in slabs(grid):
         # A(x + u(x)) = y is x + u(x) = A⁻¹ y.
         solution = _solve(transform, map_points(undo, points).reshape(-1, grid.dim), steps, tolerance)
         solution = solution.reshape(points.shape)
-        shift[rows] = map_points(transform.affine, solution) - points
+        shift[box] = map_points(transform.affine, solution) - points
         missed = np.linalg.norm(transform(solution) - points, axis=-1)
-        residual[rows] = np.where(transform.covers(solution), missed, np.nan)
+        residual[box] = np.where(transform.covers(solution), missed, np.nan)
     return WorldTransform(undo, shift, grid.index_to_world()), residual
 
 
 def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Matrix, Matrix]:
-    """T⁻¹ at some world points (N, D) of the moving image, and how far T misses each of them from there, in mm: NaN
-    where T⁻¹ lies beyond the lattice of u."""
+    """x = T⁻¹(y) at world points y (N, D) of the moving image, and |T(x) − y| in mm: NaN where x lies beyond the
+    lattice of u."""
     target = np.asarray(points, dtype=np.float64)
     if transform.is_linear:
-        return map_points(invert_matrix(transform.affine), target), np.zeros(len(target))
-    found = _solve(transform, map_points(invert_matrix(transform.affine), target), steps=100, tolerance=1e-4)
-    missed = np.linalg.norm(transform(found) - target, axis=-1)
-    return found, np.where(transform.covers(found), missed, np.nan)
+        return map_points(np.linalg.inv(transform.affine), target), np.zeros(len(target))
+    solution = _solve(transform, map_points(np.linalg.inv(transform.affine), target), steps=100, tolerance=1e-4)
+    missed = np.linalg.norm(transform(solution) - target, axis=-1)
+    return solution, np.where(transform.covers(solution), missed, np.nan)
 
 
 def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
@@ -297,14 +325,14 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
     """
     if min(grid.shape) < 2:
         raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
-    world_to_index, result = invert_matrix(grid.affine), np.empty(grid.shape, np.float32)
-    for rows in _row_slices(grid):
-        around = slice(max(rows.start - 1, 0), min(rows.stop + 1, grid.shape[0]))
+    world_to_index, result = np.linalg.inv(grid.affine), np.empty(grid.shape, np.float32)
+    for box in _slab_boxes(grid):
+        around = tuple(slice(max(b.start - 1, 0), min(b.stop + 1, n)) for b, n in zip(box, grid.shape, strict=True))
         moved = map_points(world_to_index, transform(_voxel_positions(grid, around)))
-        # A step beyond the border, continued straight, makes the central difference there a one-sided one.
-        ends = [(int(around.start == rows.start), int(around.stop == rows.stop)), *[(1, 1)] * (grid.dim - 1), (0, 0)]
-        padded = np.pad(moved, ends, mode="reflect", reflect_type="odd")
-        result[rows] = jacobian.determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
+        # One more voxel at the border, continued straight, makes the central difference there a one-sided one.
+        missing = [(int(a.start == b.start), int(a.stop == b.stop)) for a, b in zip(around, box, strict=True)]
+        padded = np.pad(moved, [*missing, (0, 0)], mode="reflect", reflect_type="odd")
+        result[box] = jacobian.determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
     return Image(result, grid.index_to_world(), "jacobian")
 
 
@@ -327,15 +355,14 @@ def _without_border(image: Image) -> Tensor:
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
     """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
     Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
-    to_world = torch.from_numpy(transform.lattice[:-1, :-1].T).float()
-    unit = torch.tensor(Grid.of(transform.displacement.shape[:-1]).spacing)
-    goal = torch.from_numpy(map_points(invert_matrix(transform.lattice), target)).float()
-    field, dim = transform._index_tensor, transform.dim
+    to_index = np.linalg.inv(transform.lattice)
+    turn_to_world, turn_to_index = (torch.from_numpy(m[:-1, :-1].T).float() for m in (transform.lattice, to_index))
+    goal, dim = torch.from_numpy(map_points(to_index, target)).float(), transform.dim
 
-    def missed(points: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
-        """What is left of x + u(x) − target, and its length in mm."""
-        left = points + interpolate(field, (points * unit)[None])[0].mT - of
-        return left, (left @ to_world).norm(dim=-1)
+    def missed(points: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+        """x + u(x) − target, and its length in mm."""
+        left = points + _interpolate(transform.displacement, points) @ turn_to_index - goal
+        return left, (left @ turn_to_world).norm(dim=-1)
 
     best, active = goal.clone(), torch.arange(len(goal))
     here, end = goal, goal
@@ -375,7 +402,7 @@ def apply(
     """The moving image on the voxels of `like`, an image in the fixed image's world: image ∘ T, in its own type.
 
     Integers are rounded to the nearest. Voxels whose T(x) lies more than half a voxel beyond the outermost voxel
-    centres become `outside`: without it 0, or the image's lowest value if that is negative, which is air in a CT.
+    centres become `outside`: by default 0, or the image's lowest value if that is negative, as in CT, where it is air.
     Use "nearest" for labels.
 
     >>> warped = apply(T, moving, like=fixed)
@@ -388,58 +415,42 @@ def apply(
         outside = min(0, image.data.min().item())
     if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
         raise ValueError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
-    world_to_index, sides = invert_matrix(image.affine), np.array(image.shape)
-    tensor = torch.from_numpy(image.data.astype(np.float64))[None, None] if interpolation == "linear" else None
-    for rows, points in _slabs(like):
+    world_to_index, sides = np.linalg.inv(image.affine), np.array(image.shape)
+    for box, points in slabs(like):
         index = map_points(world_to_index, transform(points))
         inside = ((index >= -0.5) & (index < sides - 0.5)).all(axis=-1)
-        if tensor is None:
+        if interpolation == "nearest":
             nearest = np.clip(np.floor(index + 0.5), 0, sides - 1).astype(np.intp)
             values = image.data[tuple(np.moveaxis(nearest, -1, 0))]
         else:
-            unit = torch.from_numpy(index * Grid.of(image.shape).spacing).reshape(1, -1, image.dim)
-            values = interpolate(tensor, unit).numpy().reshape(inside.shape)
+            flat = torch.from_numpy(index).reshape(-1, image.dim)
+            values = _interpolate(image.data[..., None], flat).numpy().reshape(inside.shape)
             values = np.rint(values) if whole else values
-        result[rows] = values
-        result[rows][~inside] = outside
+        result[box] = values
+        result[box][~inside] = outside
     return Image(result, like.index_to_world(), image.name)
 
 
 def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
-    """The displacement (*shape, D) in voxels, as Learn2Reg's evaluation wants it in `disp_0001_0002.nii.gz`: the moving
+    """The displacement (*shape, D) in voxels that Learn2Reg's evaluation reads from `disp_0001_0002.nii.gz`: the moving
     array is sampled at index + displacement, for every index of the fixed one. Both images must have the same grid.
     """
-    if fixed.shape != moving.shape or _largest_shift(moving.affine, fixed) > 0.01 * min(fixed.spacing):
+    if fixed.shape != moving.shape or largest_shift(moving.affine, fixed) > 0.01 * min(fixed.spacing):
         raise TransformError(
             f"{fixed.name} and {moving.name} have different grids ({fixed.shape}, {moving.shape}, or other headers); "
             "expected one grid, where a displacement in voxels has a meaning: resample one to the other's"
         )
-    field = np.empty((*fixed.shape, fixed.dim), np.float32)
-    undo = invert_matrix(moving.affine)[:-1, :-1]
-    for rows, points in _slabs(fixed):
-        field[rows] = (transform(points) - points) @ undo.T
+    field = _empty_field(fixed)
+    undo = np.linalg.inv(moving.affine)[:-1, :-1]
+    for box, points in slabs(fixed):
+        field[box] = (transform(points) - points) @ undo.T
     return field
 
 
-def _vector_image(vectors: npt.NDArray[Any], lattice: Matrix) -> Any:
-    image = _sitk().GetImageFromArray(np.ascontiguousarray(_itk_order(vectors)), isVector=True)
-    spacing = np.linalg.norm(lattice[:-1, :-1], axis=0)
-    image.SetSpacing(spacing.tolist())
-    image.SetDirection((lattice[:-1, :-1] / spacing).ravel().tolist())
-    image.SetOrigin(lattice[:-1, -1].tolist())
-    return image
-
-
-def _itk_order(vectors: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(x, y, z, D) to (z, y, x, D) and back: ITK's arrays have the last axis first."""
-    dim = vectors.ndim - 1
-    return vectors.transpose(*reversed(range(dim)), dim)
-
-
-def _after_affine(outer: WorldTransform, before: Matrix) -> WorldTransform:
+def after_affine(outer: WorldTransform, before: Matrix) -> WorldTransform:
     """x ↦ T(Bx), exactly: A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))."""
     if outer.is_linear or np.array_equal(before, np.eye(outer.dim + 1)):
         return WorldTransform(outer.affine @ before, outer.displacement, outer.lattice)
-    undo = invert_matrix(before)
+    undo = np.linalg.inv(before)
     turned = np.ascontiguousarray(outer.displacement @ undo[:-1, :-1].T, np.float32)
     return WorldTransform(outer.affine @ before, turned, undo @ outer.lattice)

@@ -23,7 +23,7 @@ import torch
 
 import carlreg
 from carlreg import preparation
-from carlreg.files import orientation, world_transform
+from carlreg.files import orientation
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.world_transform import PointMap
@@ -184,7 +184,7 @@ def _jacobian(transform: PointMap, fixed: Image) -> dict[str, Any]:
 def _certainty(spread: Image, fixed: Image) -> dict[str, Any]:
     """From the widest spread to the narrowest, in mm."""
     shape = display_shape(fixed, MAP_VOXELS)
-    index = map_points(world_transform.invert_matrix(spread.affine), _points(fixed, shape))
+    index = map_points(np.linalg.inv(spread.affine), _points(fixed, shape))
     unit = torch.from_numpy(index * Grid.of(spread.shape).spacing)[None]
     values = interpolate(torch.from_numpy(spread.data.astype(np.float64))[None, None], unit)[0, 0].numpy()
     narrow, wide = float(values.min()), float(values.max())
