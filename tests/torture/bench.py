@@ -92,7 +92,7 @@ def register(out: Path, moving: str = "moving", *more: object) -> list[object]:
 
 
 def fingerprint(path: Path) -> str:
-    """What a file holds: voxels and positions of an image, points of a transform, bytes of anything else."""
+    """What a file holds: voxels of an image, points of a transform, weights of a model, bytes of anything else."""
     from carlreg.files import images, transform_files
 
     if path.name.endswith("warp.nii.gz") or path.suffix == ".h5":
@@ -102,6 +102,11 @@ def fingerprint(path: Path) -> str:
     if path.name.endswith(".nii.gz"):
         image = images.read(path)
         return hashlib.sha256(image.data.tobytes() + image.affine.tobytes()).hexdigest()
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        tensors = sorted(load_file(path).items())
+        return hashlib.sha256(b"".join(name.encode() + tensor.tobytes() for name, tensor in tensors)).hexdigest()
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -257,9 +257,9 @@ def killed(command: Command, case: int) -> str | None:
 
 
 def again(command: Command, folder: Path) -> str | None:
-    """Run the command once more, undisturbed: it must finish the work."""
+    """Run the command once more, undisturbed: it must finish the work, or find it finished."""
     outcome = in_child(lambda: command.run(folder))
-    if outcome.code != 0:
+    if outcome.code != 0 and command.wrong(folder, True) is not None:
         return f"the next run failed: {outcome.stderr.strip()[-300:]}"
     return command.wrong(folder, True)
 
@@ -275,17 +275,31 @@ def one_line(outcome: Outcome) -> str | None:
     return None if lines else "no message"
 
 
-def full_disk(command: Command, kilobytes: int) -> str | None:
-    """Run a command on a disk of this size."""
+@functools.cache
+def needs(command: Command) -> tuple[int, int]:
+    """Kilobytes of the older result, and of everything once the command has finished."""
+    with workplace() as folder:
+        command.prepare(folder)
+        sizes = [usage(folder)]
+        outcome = in_child(lambda: command.run(folder))
+        assert outcome.code == 0, outcome.stderr
+        return sizes[0], usage(folder)
+
+
+def usage(folder: Path) -> int:
+    return sum(-(-path.stat().st_size // 4096) * 4 + 4 for path in folder.rglob("*")) + 16
+
+
+def full_disk(command: Command, case: int) -> str | None:
+    """Run a command on a disk that is full at one of 100 sizes, from the older result alone to more than enough."""
+    before, after = needs(command)
+    kilobytes = before + round((after + before) * 1.1 * case / 99)
     with workplace() as place:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(place)], check=True)
         try:
             folder = place / "work"
-            try:
-                folder.mkdir()
-                command.prepare(folder)
-            except OSError:
-                return None  # too small for the older result
+            folder.mkdir()
+            command.prepare(folder)
             outcome = in_child(lambda: command.run(folder))
             if outcome.code == 0:
                 return command.wrong(folder, True)
@@ -349,7 +363,7 @@ def families() -> list[Family]:
         return Family(f"killed: {command.name}", events_of(command), lambda case: killed(command, case))
 
     def disks(command: Command) -> Family:
-        return Family(f"full disk: {command.name}", 100, lambda case: full_disk(command, 8 + 8 * case))
+        return Family(f"full disk: {command.name}", 100, lambda case: full_disk(command, case))
 
     def errors(command: Command) -> Family:
         def run(case: int) -> str | None:
