@@ -155,17 +155,15 @@ def chromium(*flags: str) -> Iterator[Page]:
 
     assert EXECUTABLE is not None
     (ours_in, theirs_out), (theirs_in, ours_out) = os.pipe(), os.pipe()
-    # Chromium reads from 3 and writes to 4; neither may be overwritten while it is still to be copied.
+    # Chromium reads from 3 and writes to 4: neither may be overwritten before it is copied. A shell copies them, since
+    # Python code between fork and exec can deadlock in a process with threads.
     far_in, far_out = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out))
-
-    def place() -> None:
-        os.dup2(far_in, 3)
-        os.dup2(far_out, 4)
+    shell = ["/bin/sh", "-c", f'exec "$@" 3</dev/fd/{far_in} 4>/dev/fd/{far_out}', "sh"]
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [EXECUTABLE, *FLAGS, *(flags or NO_WEBGL), f"--user-data-dir={folder}"]
+        command = [*shell, EXECUTABLE, *FLAGS, *(flags or NO_WEBGL), f"--user-data-dir={folder}"]
         quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=place, **quiet)
+        process = subprocess.Popen(command, pass_fds=(far_in, far_out), **quiet)
         for fd in (theirs_in, theirs_out, far_in, far_out):
             os.close(fd)
         try:

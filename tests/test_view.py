@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -16,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 import pytest
@@ -47,10 +48,11 @@ def save(folder: Path, dim: int = 3, ending: str = ".nii.gz") -> Path:
     for side, image in (("fixed", pair.fixed), ("moving", pair.moving)):
         path = folder / f"{side}{ending}"
         images.write(image, path)
-        inputs[side] |= {"path": str(path), "sha256": sha256(path)}
+        voxels = hashlib.sha256(np.ascontiguousarray(images.read(path).data).tobytes()).hexdigest()
+        inputs[side] |= {"path": str(path), "sha256": sha256(path), "sha256_voxels": voxels}
         labels = folder / f"{side}_organs.nii.gz"
         images.write(Image((image.data > 900).astype(np.uint8), image.affine), labels)
-        inputs[f"{side}_seg"] = {"path": str(labels)}
+        inputs[f"{side}_seg"] = {"path": str(labels), "sha256": sha256(labels)}
     return pair.save(folder / "out", extra={"report.html": report.page(pair)})
 
 
@@ -69,7 +71,7 @@ class running:  # noqa: N801  (used like a function)
     """A server at work, in a thread; NiiVue itself is only needed where something is drawn."""
 
     def __init__(self, folder: Path) -> None:
-        self.server = served.Server(viewer.find(folder))
+        self.server = served.Server(viewer.load_scene(folder))
 
     def __enter__(self) -> viewer.Server:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -101,7 +103,7 @@ def ask(server: viewer.Server, path: str, method: str = "GET", **headers: str) -
 def test_volumes_are_the_images(server: viewer.Server, out: Path, tmp_path: Path) -> None:
     scene = json.loads(urllib.request.urlopen(server.url + "scene.json").read())
     assert scene["notes"] == []
-    assert scene["report"] is True
+    assert scene["report"] == server.report_path
     names = {"fixed", "moving", "warped", "fixed_labels", "moving_labels", "warped_labels", "jacobian", "folds"}
     assert set(scene["volumes"]) == names == set(server.scene.volumes)
     for name, source in (("fixed", out.parent / "fixed.nii.gz"), ("warped", out / "warped.nii.gz")):
@@ -148,6 +150,7 @@ def test_odd_points_are_refused(server: viewer.Server, query: str) -> None:
     [
         "/",
         "/report.html",
+        "report.html",
         "/wrong/scene.json",
         "../",
         "out",
@@ -220,24 +223,42 @@ def test_only_this_machine_is_served(server: viewer.Server) -> None:
             assert attempt.connect_ex((address, server.server_port)) != 0, address
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_inputs_that_are_missing_or_changed_are_not_shown(tmp_path: Path) -> None:
     out = save(tmp_path, ending=".mha")
-    assert viewer.find(out).notes == ()
-    with open(tmp_path / "moving.mha", "ab") as file:
-        file.write(b"x")
+    assert viewer.load_scene(out).notes == ()
+    changed = images.read(tmp_path / "moving.mha")
+    images.write(Image(changed.data + 1, changed.affine), tmp_path / "moving.mha", overwrite=True)
     (tmp_path / "fixed.mha").unlink()
-    scene = viewer.find(out)
+    scene = viewer.load_scene(out)
     assert len(scene.notes) == 2
-    assert f"{tmp_path / 'fixed.mha'}, was not found" in scene.notes[0]
-    assert "has changed" in scene.notes[1]
-    assert "fixed" not in scene.volumes
+    assert f"the fixed image, '{tmp_path / 'fixed.mha'}', was not found" in scene.notes[0]
+    assert f"the moving image, '{tmp_path / 'moving.mha'}', is not shown: report.json has another" in scene.notes[1]
+    assert not {"fixed", "moving"} & set(scene.volumes)
+    trusted = viewer.load_scene(out, trust=True)
+    assert "moving" in trusted.volumes
+    assert trusted.notes[1] == f"'{tmp_path / 'moving.mha'}' has changed since the registration"
+    (tmp_path / "moving.mha").rename(out / "moving.mha")  # in the folder itself, it is the folder's own
+    assert "moving" in viewer.load_scene(out).volumes
+
+
+def test_a_damaged_report_leaves_the_results(tmp_path: Path) -> None:
+    out = save(tmp_path)
     (out / "report.json").write_text("{", encoding="utf-8")
-    scene = viewer.find(out)
+    scene = viewer.load_scene(out)
     assert set(scene.volumes) == {"warped", "jacobian", "folds"}
     assert scene.describe()["dim"] == 3
-    assert np.allclose(
-        scene.match(np.ones(3))["moving"]["lps"], transform_files.read(out / "transform.h5")(np.ones((1, 3)))[0]
-    )
+    expected = transform_files.read(out / "transform.h5")(np.ones((1, 3)))[0]
+    assert np.allclose(scene.match(np.ones(3))["moving"]["lps"], expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs symbolic links")
+@pytest.mark.parametrize("name", ["transform.h5", "warped.nii.gz", "report.html"])
+def test_results_that_are_links_need_trust(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = save(tmp_path)
+    (out / name).rename(tmp_path / name)
+    (out / name).symlink_to(tmp_path / name)
+    refused(capsys, ["view", out], f"{out / name} is a link to a file outside the folder; give --trust")
+    assert viewer.load_scene(out, trust=True).notes == ()
 
 
 def test_volumes_are_what_niivue_reads(tmp_path: Path) -> None:
@@ -264,14 +285,14 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[object], message: st
 
 
 def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, ["view", tmp_path], f"{tmp_path} is no registration: it has no transform.h5; expected a folder")
-    refused(capsys, ["view", tmp_path / "no"], "there is no such folder; expected a folder that `carl register` wrote")
-    refused(capsys, ["view", out / "report.json"], "is no registration")
+    refused(capsys, ["view", tmp_path], f"{tmp_path} is not a registration: it has no transform.h5; expected a folder")
+    refused(capsys, ["view", tmp_path / "no"], "the folder does not exist; expected a folder of `carl register`")
+    refused(capsys, ["view", out / "report.json"], "is not a registration")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(capsys, ["view", out, "--port", port], f"port {port} is in use; choose another, or leave --port out")
+        refused(capsys, ["view", out, "--port", port], f"port {port} is in use; choose another one, or omit --port")
     assert main(["view", str(out), "--port", "99999"]) == 2
 
 
@@ -392,7 +413,7 @@ def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> N
         own = f"http://127.0.0.1:{server.server_port}/"
         assert [url for url in page.requests if not url.startswith((own, "data:", f"blob:{own}"))] == []
         assert page.complaints == []
-        page.open(server.url + "report.html")
+        page.open(urljoin(server.url, server.report_path))
         page.wait("document.body.dataset.ready")
         assert page.complaints == []
 

@@ -11,26 +11,34 @@ from carlreg.cli._shared import Quiet, Stopped, Verbose, say
 
 
 def view(
-    folder: Annotated[Path, typer.Argument(help="A folder of `carl register`.")],
-    port: Annotated[int, typer.Option(help="The port to serve on; 0: any free one.", min=0, max=65535)] = 0,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address, open nothing.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Result folder of `carl register`.")],
+    port: Annotated[int, typer.Option(help="Port to serve on. 0 means any free port.", min=0, max=65535)] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address; do not open a browser.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Show input files even if their checksums differ from report.json, and follow links that lead out of "
+            "the folder. For folders that you made yourself.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Show a registration in the browser: fixed, moving and warped image, linked by the transform.
 
-    A click on the fixed image shows the matching point on the moving one. Labels and the change of volume lie over the
-    images if you like. The address works on this machine alone, until Ctrl-C.
+    Click a point of the fixed image to see the matching point of the moving one. Labels and the change of volume can
+    be shown as overlays. The address works on this machine only, until Ctrl-C.
     """
     from carlreg.show import viewer
 
-    with viewer.serve(folder, port=port) as server:
+    with viewer.serve(folder, port=port, trust=trust) as server:
         for note in server.scene.notes:
             say(note, quiet)
-        say(f"{folder} is at {server.url} until Ctrl-C")
+        say(f"serving {folder} at {server.url} until Ctrl-C")
         if not no_browser and not viewer.open_browser(server.url):
             say("no browser could be opened; open the address yourself, on this machine", quiet)
         try:
             server.serve_forever()
-        except Stopped:  # is how it ends
+        except Stopped:
             say("stopped", quiet)

@@ -103,6 +103,7 @@ async function open(side) {
 async function start() {
   scene = await ask("scene.json");
   byId("report").hidden = !scene.report;
+  if (scene.report) byId("report").href = scene.report;
   scene.notes.forEach(note);
   if (!document.createElement("canvas").getContext("webgl2")) {
     note("This browser has no WebGL 2, which the viewer draws with. Switch graphics acceleration on, or try another browser"

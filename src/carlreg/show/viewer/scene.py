@@ -1,8 +1,13 @@
-"""What a folder of `carl register` has to show: volumes by name, and the match of any point."""
+"""The volumes of a result folder by name, and the match of any point.
+
+The folder may come from a stranger. A path in its report, or a link out of the folder, is followed only to the very
+file that was registered, as its checksum shows, or if the user trusts the folder.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import tempfile
@@ -14,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from carlreg import preparation
+from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, Matrix, map_points
@@ -22,38 +28,27 @@ from carlreg.geometry.grids import Grid
 from carlreg.show.report import CT_WINDOWS, DOUBLINGS, display_shape
 
 FORWARD, INVERSE, WARPED, WARPED_LABELS = "transform.h5", "inverse_transform.h5", "warped.nii.gz", "warped_seg.nii.gz"
+REPORT = "report.html"
 MAP_VOXELS = 2_000_000
-"""Of the map of volume changes at most: it is smooth."""
+"""Largest number of voxels of the Jacobian determinant, which is smooth."""
 RAS = np.array([-1.0, -1.0, 1.0])
-"""Signs that turn LPS into RAS, and back."""
+"""Signs that convert LPS to RAS and back."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A folder of `carl register`, and the images that it was made from where they still are.
+    """A result folder of `carl register`, with its input images where they can be shown.
 
-    >>> find("out").match(np.zeros(3))["moving"]["lps"]
+    >>> load_scene("out").match(np.zeros(3))["moving"]["lps"]
     """
 
     folder: Path
-    files: Mapping[str, Path]  # "fixed", "moving", "warped", and each of them with "_labels"
-    notes: tuple[str, ...]  # what is missing or has changed, in words
-
-    @functools.cached_property
-    def transform(self) -> WorldTransform | ItkTransform:
-        return transform_files.read(self.folder / FORWARD)
-
-    @functools.cached_property
-    def inverse(self) -> WorldTransform | ItkTransform:
-        return transform_files.read(self.folder / INVERSE)
-
-    @functools.cached_property
-    def images(self) -> dict[str, Image]:
-        """Every file's image."""
-        return {
-            name: (images.read_labels if name.endswith("labels") else images.read)(path)
-            for name, path in self.files.items()
-        }
+    images: Mapping[str, Image]  # "fixed", "moving", "warped", and each of them with "_labels"
+    names: Mapping[str, str]  # the file name of each image
+    notes: tuple[str, ...]  # inputs that are missing, have changed or are not shown
+    transform: WorldTransform | ItkTransform
+    inverse: WorldTransform | ItkTransform
+    report: Path | None
 
     @functools.cached_property
     def determinant(self) -> Image:
@@ -70,100 +65,151 @@ class Scene:
 
     @property
     def volumes(self) -> tuple[str, ...]:
-        """The names of everything that there is to see."""
-        computed = ("jacobian", "folds", *(["warped_labels"] if "moving_labels" in self.files else []))
-        return tuple(dict.fromkeys([*self.files, *computed]))
+        """Names of all volumes that can be shown."""
+        computed = ("jacobian", "folds", *(["warped_labels"] if "moving_labels" in self.images else []))
+        return tuple(dict.fromkeys([*self.images, *computed]))
 
     def volume(self, name: str) -> Image:
-        """One of `volumes`. `jacobian` is log₂ det ∇T within ±2, `folds` is 1 where det ∇T is not above zero."""
+        """One of `volumes`. `jacobian` is log₂ det ∇T within ±2; `folds` is 1 where det ∇T is not positive."""
         if name == "jacobian":
             doublings = np.log2(np.clip(self.determinant.data, 1e-6, None))
             return Image(np.clip(doublings, -DOUBLINGS, DOUBLINGS), self.determinant.affine)
         if name == "folds":
             return Image((self.determinant.data <= 0).astype(np.uint8), self.determinant.affine)
-        if name == "warped_labels" and name not in self.files:
+        if name == "warped_labels" and name not in self.images:
             return self.warped_labels
         return self.images[name]
 
     def describe(self) -> dict[str, Any]:
-        """What a page needs to know before it asks for volumes."""
-        about: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}, "folds": {"labels": 1}}
+        """What the page needs before it requests volumes."""
+        volumes: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}, "folds": {"labels": 1}}
         for name, image in self.images.items():
             labels = name.endswith("labels")
-            about[name] = {"labels": int(image.data.max())} if labels else {"window": _window(image)}
-        if "moving_labels" in about:
-            about.setdefault("warped_labels", about["moving_labels"])
-        names = {name: path.name for name, path in self.files.items()}
-        return {"dim": self.transform.dim, "notes": self.notes, "names": names, "volumes": about}
+            volumes[name] = {"labels": int(image.data.max())} if labels else {"window": _window(image)}
+        if "moving_labels" in volumes:
+            volumes.setdefault("warped_labels", volumes["moving_labels"])
+        return {"dim": self.transform.dim, "notes": self.notes, "names": self.names, "volumes": volumes}
 
     def match(self, point: Matrix, *, start: str = "fixed") -> dict[str, Any]:
-        """A world point (3,) in LPS mm of the fixed image, and its match on the moving one. Or from the moving image,
-        by the inverse. For 2-D images the third coordinate is zero."""
+        """Map a world point (3,), LPS mm, of the fixed image to the moving one, or back by the inverse.
+
+        The third coordinate of 2-D images is zero.
+        """
         function, dim = self.transform if start == "fixed" else self.inverse, self.transform.dim
         other = np.zeros(3)
         other[:dim] = function(point[None, :dim])[0]
         pair = {"fixed": point, "moving": other} if start == "fixed" else {"fixed": other, "moving": point}
-        found: dict[str, Any] = {side: {"lps": at.tolist(), "ras": (RAS * at).tolist()} for side, at in pair.items()}
-        if "moving" in self.files:
+        match: dict[str, Any] = {side: {"lps": at.tolist(), "ras": (RAS * at).tolist()} for side, at in pair.items()}
+        if "moving" in self.images:
             unit = map_points(self.images["moving"].world_to_unit(), pair["moving"][:dim])
-            found["inside"] = bool(((unit >= 0) & (unit <= 1)).all())
-        return found
+            match["inside"] = bool(((unit >= 0) & (unit <= 1)).all())
+        return match
 
 
-def find(folder: str | os.PathLike[str]) -> Scene:
-    """What can be shown of a folder of `carl register`; its report.json says where the two images are."""
-    place = Path(folder)
-    for name in (FORWARD, INVERSE, WARPED):
-        if not (place / name).is_file():
-            what = f"it has no {name}" if place.is_dir() else "there is no such folder"
-            raise ValueError(f"{folder} is no registration: {what}; expected a folder that `carl register` wrote")
-    inputs, files, notes = _inputs(place), dict[str, Path](), list[str]()
-    for side in ("fixed", "moving"):
-        described = inputs.get(side, {})
-        path = _locate(place, described, f"{side}.nii.gz")
-        if path is None:
-            stated = f", {described['path']}," if "path" in described else ""
-            notes.append(f"the {side} image{stated} was not found, so it is not shown: put it back or into {place}")
-            continue
-        files[side] = path
-        if path.is_file() and described.get("sha256") not in (None, sha256(path)):
-            notes.append(f"the {side} image, {path}, is not the file that was registered: it has changed")
-    files["warped"] = place / WARPED
-    for side in ("fixed", "moving"):
-        if labels := _locate(place, inputs.get(f"{side}_seg", {}), f"{side}_labels.nii.gz"):
-            files[f"{side}_labels"] = labels
-    if (place / WARPED_LABELS).is_file():
-        files["warped_labels"] = place / WARPED_LABELS
-    return Scene(place, files, tuple(notes))
+def load_scene(folder: str | os.PathLike[str], *, trust: bool = False) -> Scene:
+    """Read a result folder of `carl register` and the input images that its report.json names.
+
+    With `trust`, inputs are read whatever their checksums, and links may lead out of the folder.
+    """
+    return _Loader(Path(folder), trust).load()
 
 
-def _inputs(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the report says of each input; nothing where it is missing or damaged."""
+class _Loader:
+    """Collects the images of a scene, and notes about those that are not shown."""
+
+    def __init__(self, folder: Path, trust: bool) -> None:
+        self.folder, self.trust = folder, trust
+        self.images: dict[str, Image] = {}
+        self.names: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def load(self) -> Scene:
+        transform, inverse = (transform_files.read(self.result(name)) for name in (FORWARD, INVERSE))
+        self.add("warped", self.result(WARPED), images.read(self.folder / WARPED))
+        inputs = _read_inputs(self.folder)
+        for side in ("fixed", "moving"):
+            self.add_input(side, inputs.get(side, {}))
+            self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", {}))
+        if (labels := self.folder / WARPED_LABELS).is_file():
+            self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
+        report = self.result(REPORT) if (self.folder / REPORT).is_file() else None
+        return Scene(self.folder, self.images, self.names, tuple(self.notes), transform, inverse, report)
+
+    def result(self, name: str) -> Path:
+        """The path of one of the folder's own files."""
+        path = self.folder / name
+        if not path.is_file():
+            reason = f"it has no {name}" if self.folder.is_dir() else "the folder does not exist"
+            raise InputError(f"{self.folder} is not a registration: {reason}; expected a folder of `carl register`")
+        if not self.allows(path):
+            raise InputError(f"{path} is a link to a file outside the folder; give --trust if you trust the folder")
+        return path
+
+    def allows(self, path: Path) -> bool:
+        """Whether a path may be shown without a checksum."""
+        return self.trust or path.resolve().is_relative_to(self.folder.resolve())
+
+    def add(self, name: str, path: Path, image: Image) -> None:
+        self.images[name], self.names[name] = image, path.name
+
+    def add_input(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Add an input of the registration, or a note why it is not shown."""
+        labels = name.endswith("labels")
+        problem = "" if labels else f"was not found; put it back or into {self.folder}"
+        for path in self.candidates(entry.get("path"), f"{name}.nii.gz"):
+            try:
+                return self.add(name, path, self.read_input(path, entry, labels))
+            except (ValueError, OSError) as error:
+                problem = f"is not shown: {user_message(error)}"
+        if problem:
+            title = name.replace("_", " ") if labels else f"{name} image"
+            recorded = f", {entry['path']!r}," if "path" in entry else ""
+            self.notes.append(f"the {title}{recorded} {problem}")
+
+    def candidates(self, recorded: object, usual: str) -> list[Path]:
+        """Existing paths where an input may be: the recorded one, then its name or the usual one in the folder."""
+        paths = [self.folder / usual]
+        if isinstance(recorded, str):
+            paths = [self.folder / recorded, self.folder / Path(recorded).name, *paths]
+        # Even a look at a Windows share sends the user's credentials to its host.
+        return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and path.exists()]
+
+    def read_input(self, path: Path, entry: Mapping[str, Any], labels: bool) -> Image:
+        """Read an input if its checksum or the user allows it."""
+        image = images.read_labels(path) if labels else images.read(path)
+        unchanged = path.is_file() and entry.get("sha256") == sha256(path)
+        registered = unchanged if labels else entry.get("sha256_voxels") == _voxel_checksum(image)
+        if not (registered or self.allows(path)):
+            raise InputError("report.json has another checksum or none; give --trust if you trust the folder")
+        if path.is_file() and "sha256" in entry and not unchanged:
+            self.notes.append(f"{str(path)!r} has changed since the registration")
+        return image
+
+
+def _read_inputs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The report's entry of each input; empty if the report is missing or damaged."""
     try:
-        found = json.loads((folder / "report.json").read_text(encoding="utf-8"))["inputs"]
-        return {str(name): described for name, described in found.items() if isinstance(described, dict)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        inputs = json.loads((folder / "report.json").read_text(encoding="utf-8"))["inputs"]
+        return {str(name): entry for name, entry in inputs.items() if isinstance(entry, dict)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 
-def _locate(folder: Path, described: Mapping[str, Any], usual: str) -> Path | None:
-    """An input where the report says, or in the folder itself under its own or the usual name."""
-    stated = [Path(described["path"])] if isinstance(described.get("path"), str) else []
-    places = [*stated, *(folder / path.name for path in stated), folder / usual]
-    return next((path for path in places if path.exists()), None)
+def _voxel_checksum(image: Image) -> str:
+    return hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest()
 
 
 def _window(image: Image) -> list[float] | None:
-    """From which value to which an image is shown; None leaves it to the viewer."""
+    """The range of values to display; None leaves it to the viewer."""
     try:
         _, done = preparation.preprocess(image)
-    except ValueError:  # constant, say: nothing to see, but no reason to stop
+    except ValueError:  # a constant image, for example
         return None
     return list(CT_WINDOWS["soft tissue"]) if done.kind == "CT" else [done.low, done.high]
 
 
 def nifti(image: Image) -> bytes:
-    """The image as a NIfTI file, 3-D and of a type that NiiVue knows."""
+    """Encode an image as a 3-D NIfTI file of a type that NiiVue reads."""
     data, affine = image.data, image.affine
     if data.dtype.itemsize == 8 or data.dtype == np.uint32:
         data = data.astype(np.float32)
