@@ -25,7 +25,7 @@ from carlreg.training.augmentation import Augmentation, apply
 from carlreg.training.cache import Prepared, choose_grid, prepare
 from carlreg.training.cohort import Case, Cohort, DatasetError, Pair
 from carlreg.training.pairs import STRUCTURES, TrainingPairs
-from carlreg.training.validation import Validation, read_points
+from carlreg.training.validation import Validation
 
 pytest.importorskip("SimpleITK")
 
@@ -509,11 +509,11 @@ def test_validation_by_landmarks_and_by_similarity(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"a\.csv has 2 landmarks and .*b\.txt has 1; expected as many"):
         Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
     (tmp_path / "b.txt").write_text("6 5\nhere 3\n")
-    with pytest.raises(DatasetError, match="is not a list of landmarks"):
-        read_points(tmp_path / "b.txt", 2)
+    with pytest.raises(InputError, match=r"line 2: 'here 3' is not a point; expected 2 numbers"):
+        Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
     (tmp_path / "b.txt").write_text("6 5 4\n")
-    with pytest.raises(DatasetError, match="expected 2 finite numbers a line"):
-        read_points(tmp_path / "b.txt", 2)
+    with pytest.raises(InputError, match="holds 3-D points; expected 2-D ones"):
+        Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
 
 
 def test_validation_pairs_are_limited_and_always_the_same() -> None:

@@ -79,14 +79,14 @@ def test_csv_with_names_without_and_in_the_plane(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "1,2,3", "unknown extension"),
+        ("a.vtk", "1,2,3", "unknown extension"),
         ("a.csv", "", "holds no points"),
-        ("a.csv", "x,y,z\n1,2\n", "line 2: '1,2' is no point"),
+        ("a.csv", "x,y,z\n1,2\n", "line 2: '1,2' is not a point"),
         ("a.csv", "x,y,z\n1,2,nan\n", "not finite"),
-        ("a.fcsv", "1,2,3,4\n", "does not say its CoordinateSystem"),
+        ("a.fcsv", "1,2,3,4\n", "names no CoordinateSystem"),
         ("a.fcsv", "# CoordinateSystem = IJK\n1,2,3,4\n", "coordinate system 'IJK'"),
-        ("a.mrk.json", "{", "is no markups file"),
-        ("a.mrk.json", '{"markups": [{"coordinateSystem": "LPS", "controlPoints": [{}]}]}', "is no markups file"),
+        ("a.mrk.json", "{", "is not a markups file"),
+        ("a.mrk.json", '{"markups": [{"coordinateSystem": "LPS", "controlPoints": [{}]}]}', "is not a markups file"),
         ("a.mrk.json", '{"markups": []}', "holds no points"),
     ],
 )
@@ -99,7 +99,7 @@ def test_bad_files(tmp_path: Path, name: str, text: str, message: str) -> None:
 def test_nothing_is_overwritten_and_the_format_stays(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1,2,3\n")
     points = read_points(tmp_path / "a.csv")
-    with pytest.raises(PointsError, match="exists already"):
+    with pytest.raises(PointsError, match="already exists"):
         write_points(points, points.positions, tmp_path / "a.csv")
     with pytest.raises(PointsError, match=r"should end in \.csv"):
         write_points(points, points.positions, tmp_path / "b.fcsv")

@@ -1,41 +1,58 @@
-"""Landmark files: CSV, and 3D Slicer's .fcsv and .mrk.json, as world points in LPS millimetres.
+"""Landmark files as world points in LPS millimetres: text (.csv, .tsv, .txt), and 3D Slicer's .fcsv and .mrk.json.
 
-A file keeps everything that is not a position (names, descriptions, display settings) when its points are replaced.
+A text file has a row for each point, its cells separated by commas, semicolons, tabs or blanks. A header says what the
+columns mean, in any order and among other columns:
+
+| header | meaning |
+|---|---|
+| `x,y,z` | millimetres, LPS as in ITK and ANTs, or the `space` that the caller names |
+| `l,p,s` | millimetres, LPS |
+| `r,a,s` | millimetres, RAS as in NIfTI |
+| `i,j,k` | indices of the image's voxels, from 0; only where the image is known |
+
+In the plane, the first two are enough. A file without a header has two or three columns, read as x, y and z. Anything
+else is refused, never guessed.
 """
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
 import math
-import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from carlreg.errors import InputError
 from carlreg.files.atomic import write_atomically
-from carlreg.files.images import Matrix, PathLike
+from carlreg.files.images import Image, Matrix, PathLike, as_image, map_points
 
 Space = Literal["LPS", "RAS"]
-ENDINGS = (".csv", ".fcsv", ".mrk.json")
+ENDINGS = (".fcsv", ".mrk.json", ".csv", ".tsv", ".txt")
+HEADERS = ("xyz", "lps", "ras", "ijk")
+EXPECTED = "x,y,z, l,p,s, r,a,s or i,j,k"
 
 
-class PointsError(ValueError):
-    """A file that does not hold points we can use. One line: which, what was found, what was expected."""
+class PointsError(InputError):
+    """A landmark file that cannot be used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """Points of a file, in order."""
+    """The points of a file, in order, and the rest of it: names, descriptions, display settings."""
 
     positions: Matrix  # (N, D), world millimetres, LPS
-    ending: str  # of the format, one of `ENDINGS`
-    space: Space  # in which the file has them
-    source: Any  # the file's content: rows of text, or Slicer's JSON
-    columns: tuple[int, ...] = ()  # of the coordinates, where there are rows
+    ending: str  # of the file's name, one of `ENDINGS`
+    space: Space  # of the positions in the file
+    source: Any  # the file's content: lines of text, or Slicer's JSON
+    rows: dict[int, list[str]] = field(default_factory=dict)  # the cells of each line of text that is a point
+    columns: tuple[int, ...] = ()  # of the coordinates in these
+    separator: str = ","
 
     def replaced(self, positions: Matrix) -> bytes:
         """The file's content with other positions (N, D), LPS."""
@@ -45,11 +62,14 @@ class Points:
         return (_json_bytes if self.ending == ".mrk.json" else _row_bytes)(self, signed)
 
 
-def read_points(path: PathLike, *, space: Space = "LPS") -> Points:
-    """Read a landmark file. `space` is that of a CSV, which does not say; Slicer's files do.
+def read_points(
+    path: PathLike, *, space: Space = "LPS", dim: int | None = None, image: Image | PathLike | None = None
+) -> Points:
+    """Read a landmark file.
 
-    A CSV has a column each for x, y and, in 3-D, z, found by the names in its first line; without such names the first
-    three columns count (two, if there are but two). In .mrk.json, every control point of every markup counts.
+    `space` is that of columns x, y, z; other headers and Slicer's files carry their own. `dim` is the number of
+    coordinates that a point must have. `image` is the one whose voxels the indices i, j, k count; a path is only read
+    if there are any. In .mrk.json, every control point of every markup counts.
 
     >>> read_points("landmarks.fcsv").positions
     """
@@ -58,26 +78,33 @@ def read_points(path: PathLike, *, space: Space = "LPS") -> Points:
     if ending is None:
         raise PointsError(f"{path} has an unknown extension; expected one of {', '.join(ENDINGS)}")
     if not name.is_file():
-        raise PointsError(f"{path} does not exist or is a folder; expected a file of points: check the path")
+        raise PointsError(f"{path} does not exist or is a folder; expected a landmark file: check the path")
     try:
         text = name.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PointsError(f"{path} is not text; expected a file of points") from error
-    found = _read_json(name, text) if ending == ".mrk.json" else _read_rows(name, text, ending, space)
-    if len(found.positions) == 0:
+        raise PointsError(f"{path} is not text; expected a landmark file") from error
+    points = _read_json(name, text) if ending == ".mrk.json" else _read_rows(name, text, ending, space, image)
+    if len(points.positions) == 0:
         raise PointsError(f"{path} holds no points; expected at least one")
-    if not np.isfinite(found.positions).all():
+    if not np.isfinite(points.positions).all():
         raise PointsError(f"{path} holds positions that are not finite; expected numbers")
-    return found
+    if dim not in (None, points.positions.shape[1]):
+        raise PointsError(f"{path} holds {points.positions.shape[1]}-D points; expected {dim}-D ones, as the image is")
+    return points
+
+
+def read_landmarks(path: PathLike, image: Image) -> Matrix:
+    """The landmarks (N, D) of an image, in world millimetres, LPS."""
+    return read_points(path, dim=image.dim, image=image).positions
 
 
 def write_points(points: Points, positions: Matrix, path: PathLike, *, overwrite: bool = False) -> None:
     """Write the file that `points` came from with other positions (N, D), LPS. It appears whole or not at all."""
     name = Path(path)
     if not name.name.lower().endswith(points.ending):
-        raise PointsError(f"{path} should end in {points.ending}, as the file that the points came from")
+        raise PointsError(f"{path} should end in {points.ending}, like the file that the points came from")
     if name.exists() and not overwrite:
-        raise PointsError(f"{path} exists already; expected a new name: choose another, or allow overwriting")
+        raise PointsError(f"{path} already exists; choose another name, or allow overwriting")
     write_atomically(name, points.replaced(positions))
 
 
@@ -85,75 +112,98 @@ def _sign(space: str, dim: int) -> Matrix:
     return np.array([-1.0, -1.0, 1.0][:dim]) if space == "RAS" else np.ones(dim)
 
 
-# ---- CSV and .fcsv --------------------------------------------------------------------------------------------------
+# ---- rows of text ---------------------------------------------------------------------------------------------------
 
 
-def _read_rows(path: Path, text: str, ending: str, space: Space) -> Points:
+def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | PathLike | None) -> Points:
     lines = text.splitlines()
+    numbers = [number for number, line in enumerate(lines) if not line.startswith("#") and line.strip(" \t,;")]
+    first = lines[numbers[0]] if numbers else ""
+    separator = max(",;\t", key=first.count) if re.search("[,;\t]", first) else " "
+    rows = {number: _cells(path, lines[number], separator) for number in numbers}
     if ending == ".fcsv":
-        space = _fcsv_space(path, lines)
-    rows = [[line] if line.startswith("#") or not line.strip() else next(csv.reader([line])) for line in lines]
-    names = _column_names(rows, ending)
-    columns = tuple(names.index(axis) for axis in ("x", "y", "z") if axis in names)
-    first = next((row for row in rows if _is_data(row)), [])
-    if not columns:
-        columns = tuple(range(3 if len(first) >= 3 else 2))
-    positions = []
-    for number, row in enumerate(rows, start=1):
-        if not _is_data(row) or _is_header(row):
-            continue
+        axes, (space, columns) = "", _fcsv_settings(path, lines)
+    else:
+        axes, columns = _text_columns(path, rows[numbers[0]] if numbers else [])
+        space = "RAS" if axes == "ras" else "LPS" if axes == "lps" else space
+    if axes:
+        del rows[numbers[0]]
+    dim, positions = len(columns), []
+    for number, cells in rows.items():
         try:
-            positions.append([float(row[column]) for column in columns])
-        except (ValueError, IndexError) as error:
-            raise PointsError(f"{path}, line {number}: {','.join(row)!r} is no point; expected x,y,z in mm") from error
-    dim = len(columns)
-    return Points(np.array(positions).reshape(-1, dim) * _sign(space, dim), ending, space, rows, columns)
+            if not axes and ending != ".fcsv" and any(cells[dim:]):
+                raise ValueError
+            positions.append([float(cells[column]) for column in columns])
+        except (ValueError, IndexError):
+            raise PointsError(
+                f"{path}, line {number + 1}: {lines[number]!r} is not a point; expected {dim} numbers"
+            ) from None
+    found = np.array(positions, dtype=np.float64).reshape(-1, dim)
+    if axes == "ijk" and image is None:
+        raise PointsError(f"{path} holds voxel indices i,j,k; expected millimetres: x,y,z, l,p,s or r,a,s")
+    if axes == "ijk" and (grid := as_image(image, "image")).dim == dim:
+        found = map_points(grid.index_to_world(), found)
+    return Points(found * _sign(space, dim), ending, space, lines, rows, columns, separator)
 
 
-def _fcsv_space(path: Path, lines: list[str]) -> Space:
-    for line in lines:
-        key, _, value = line.lstrip("# ").partition("=")
-        if line.startswith("#") and key.strip() == "CoordinateSystem":
-            known: dict[str, Space] = {"0": "RAS", "RAS": "RAS", "1": "LPS", "LPS": "LPS"}
-            if value.strip() not in known:
-                raise PointsError(f"{path} is in the coordinate system {value.strip()!r}; expected RAS or LPS")
-            return known[value.strip()]
-    raise PointsError(f"{path} does not say its CoordinateSystem; expected a file as 3D Slicer writes it")
+def _cells(path: Path, line: str, separator: str) -> list[str]:
+    if separator == " ":
+        return line.split()
+    try:
+        return next(csv.reader([line], delimiter=separator, skipinitialspace=True, strict=True))
+    except csv.Error as error:
+        raise PointsError(f"{path}: {line[:80]!r} is not valid CSV ({error}); expected quotes in pairs") from error
 
 
-def _column_names(rows: list[list[str]], ending: str) -> list[str]:
-    if ending == ".fcsv":
-        for row in rows:
-            key, _, value = row[0].lstrip("# ").partition("=") if row else ("", "", "")
-            if key.strip() == "columns":
-                return [name.strip() for name in value.split(",")]
-        return ["id", "x", "y", "z"]
-    first = next((row for row in rows if _is_data(row)), [])
-    return [name.strip().lower() for name in first] if _is_header(first) else []
+def _text_columns(path: Path, first: list[str]) -> tuple[str, tuple[int, ...]]:
+    """The header's axes, one of `HEADERS`, or "" if the first row is a point; and the columns of the coordinates."""
+    names = [cell.strip().lower() for cell in first]
+    named = [axes for axes in HEADERS if set(axes[:2]) <= set(names)]
+    if len(named) == 1:
+        return named[0], tuple(names.index(axis) for axis in named[0] if axis in names)
+    if named or (names and not any(_is_number(name) for name in names)):
+        raise PointsError(f"{path} has the columns {', '.join(first)}; expected one set of {EXPECTED}")
+    width = len([name for name in names if name])
+    if width > 3:
+        raise PointsError(f"{path} has {width} columns without a header; expected a first line that names {EXPECTED}")
+    return "", tuple(range(max(width, 2)))
 
 
-def _is_data(row: list[str]) -> bool:
-    return bool(row) and not row[0].startswith("#") and any(cell.strip() for cell in row)
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
-def _is_header(row: list[str]) -> bool:
-    return {"x", "y"} <= {cell.strip().lower() for cell in row}
+def _fcsv_settings(path: Path, lines: list[str]) -> tuple[Space, tuple[int, ...]]:
+    """The space and the columns of the coordinates, from an .fcsv file's comments `# name = value`."""
+    comments = [line.lstrip("# ").partition("=") for line in lines if line.startswith("#")]
+    settings = {key.strip(): value.strip() for key, _, value in comments}
+    system = settings.get("CoordinateSystem")
+    known: dict[str | None, Space] = {"0": "RAS", "RAS": "RAS", "1": "LPS", "LPS": "LPS"}
+    if system not in known:
+        what = "names no CoordinateSystem" if system is None else f"is in the coordinate system {system!r}"
+        raise PointsError(f"{path} {what}; expected LPS or RAS, as 3D Slicer writes it")
+    names = [name.strip() for name in settings.get("columns", "id,x,y,z").split(",")]
+    if not set("xyz") <= set(names):
+        raise PointsError(f"{path} has the columns {', '.join(names)}; expected x, y and z, as 3D Slicer writes them")
+    return known[system], tuple(names.index(axis) for axis in "xyz")
 
 
 def _row_bytes(points: Points, positions: Matrix) -> bytes:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = csv.writer(out, delimiter=points.separator, lineterminator="\n")
     left = iter(positions)
-    for row in points.source:
-        if not _is_data(row):
-            out.write("".join(row) + "\n")
-        elif _is_header(row):
-            writer.writerow(row)
-        else:
-            new = list(row)
-            for column, value in zip(points.columns, next(left), strict=True):
-                new[column] = f"{value:.6f}"
-            writer.writerow(new)
+    for number, line in enumerate(points.source):
+        if number not in points.rows:  # a header, a comment or an empty line
+            out.write(f"{line}\n")
+            continue
+        cells = list(points.rows[number])
+        for column, value in zip(points.columns, next(left), strict=True):
+            cells[column] = f"{value:.6f}"
+        writer.writerow(cells)
     return out.getvalue().encode()
 
 
@@ -167,9 +217,9 @@ def _read_json(path: Path, text: str) -> Points:
         positions = [point["position"] for markup in content["markups"] for point in markup["controlPoints"]]
         if not all(len(p) == 3 and all(isinstance(c, (int, float)) and math.isfinite(c) for c in p) for p in positions):
             raise PointsError(f"{path} has control points without a position; expected three numbers each")
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PointsError(
-            f"{path} is no markups file of 3D Slicer ({error}); expected one as Slicer writes it"
+            f"{path} is not a markups file of 3D Slicer ({error}); expected one as Slicer writes it"
         ) from error
     if len(spaces) > 1 or not spaces <= {"LPS", "RAS"}:
         raise PointsError(f"{path} is in the coordinate systems {sorted(map(str, spaces))}; expected LPS or RAS")
@@ -178,9 +228,12 @@ def _read_json(path: Path, text: str) -> Points:
 
 
 def _json_bytes(points: Points, positions: Matrix) -> bytes:
-    content = json.loads(json.dumps(points.source))  # a copy
     left = iter(positions.tolist())
-    for markup in content["markups"]:
-        for point in markup["controlPoints"]:
-            point["position"] = next(left)
-    return (json.dumps(content, indent=2) + os.linesep).encode()
+    try:
+        content = copy.deepcopy(points.source)
+        for markup in content["markups"]:
+            for point in markup["controlPoints"]:
+                point["position"] = next(left)
+        return (json.dumps(content, indent=2) + "\n").encode()
+    except RecursionError as error:
+        raise PointsError("the markups file is nested too deeply; expected one as 3D Slicer writes it") from error

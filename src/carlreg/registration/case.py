@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from carlreg import preparation
+from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.images import Image, Matrix, as_image
-from carlreg.files.landmarks import read_points
+from carlreg.files.landmarks import read_landmarks
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.preparation import Prepared, prepare_pair
@@ -64,7 +65,7 @@ def read_case(inputs: PairInputs, model: LoadedModel, place: torch.device) -> Ca
     for side, seg in labels.items():
         if seg is not None and seg.dim != fixed.dim:
             raise ValueError(f"the {side} labels are {seg.dim}-D but the images {fixed.dim}-D; expected the same")
-    landmarks = _landmarks(inputs.fixed_landmarks, inputs.moving_landmarks, fixed.dim)
+    landmarks = _landmarks((inputs.fixed_landmarks, inputs.moving_landmarks), fixed, moving)
     guess = inputs.initial_transform
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
@@ -93,17 +94,17 @@ def _pulled(
     return seen, None if mask is None else world_transform.apply(initial, mask, fixed, "nearest")
 
 
-def _landmarks(fixed: Any, moving: Any, dim: int) -> tuple[Matrix, Matrix] | None:
+def _landmarks(sources: tuple[Any, Any], fixed: Image, moving: Image) -> tuple[Matrix, Matrix] | None:
     """World points (N, D) of both images, the n-th of one lying where the n-th of the other does."""
-    if fixed is None:
+    if sources[0] is None:
         return None
     both = tuple(
-        read_points(source).positions if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
-        for source in (fixed, moving)
+        read_landmarks(source, image) if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
+        for source, image in zip(sources, (fixed, moving), strict=True)
     )
     shapes = [points.shape for points in both]
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] != dim:
-        raise ValueError(f"the landmarks have shapes {shapes[0]} and {shapes[1]}; expected the same, (N, {dim})")
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] != fixed.dim:
+        raise InputError(f"the landmarks have shapes {shapes[0]} and {shapes[1]}; expected the same, (N, {fixed.dim})")
     return both[0], both[1]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from carlreg.fast.precision import Precision, mixed_precision
-from carlreg.files.images import Matrix, map_points
+from carlreg.files.images import map_points
+from carlreg.files.landmarks import read_points
 from carlreg.geometry.jacobian import folding
 from carlreg.geometry.transforms import Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm
@@ -50,6 +49,7 @@ class Validation:
         precision: Precision = "auto",
     ) -> None:
         self.prepared, self.device, self.similarity, self.precision = prepared, device, similarity, precision
+        self.cases = cohort.cases
         pairs = cohort.some_pairs(most=10**9)
         labelled = [p for p in pairs if all(prepared[i].labels is not None for i in (p.moving, p.fixed))]
         marked = [p for p in pairs if p.fixed_landmarks is not None]
@@ -102,7 +102,7 @@ class Validation:
         for path, number in zip(files, (pair.moving, pair.fixed), strict=True):
             assert path is not None  # the manifest has both or neither
             to_unit = np.array(self.prepared[number].world_to_unit)
-            found = read_points(path, dim=len(to_unit) - 1)
+            found = read_points(path, dim=len(to_unit) - 1, image=self.cases[number].image).positions
             points.append(torch.from_numpy(map_points(to_unit, found)).float()[None].to(self.device))
         moving, fixed = points
         if moving.shape != fixed.shape:
@@ -110,18 +110,3 @@ class Validation:
                 f"{files[0]} has {moving.shape[1]} landmarks and {files[1]} has {fixed.shape[1]}; expected as many"
             )
         return moving, fixed
-
-
-def read_points(path: Path, dim: int) -> Matrix:
-    """Landmarks, one a line, as world positions in millimetres (LPS), commas or spaces between: (N, D). A first line
-    without numbers is a header."""
-    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    if lines and re.search(r"[a-z]", re.sub(r"\d[eE]", "", lines[0]), re.IGNORECASE):
-        lines = lines[1:]
-    try:
-        points = np.array([[float(word) for word in re.split(r"[\s,;]+", line.strip())] for line in lines])
-    except ValueError as error:  # words, or rows of different lengths
-        raise DatasetError(f"{path} is not a list of landmarks ({error}); expected {dim} numbers a line") from error
-    if points.ndim != 2 or points.shape[1] != dim or not np.isfinite(points).all():
-        raise DatasetError(f"{path} holds landmarks of shape {points.shape}; expected {dim} finite numbers a line")
-    return points
