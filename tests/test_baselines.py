@@ -17,7 +17,7 @@ from carlreg.cli import main
 from carlreg.evaluation.baselines import BASELINES, cached, icon
 from carlreg.evaluation.scores import score
 from carlreg.evaluation.sources import Result, identity, in_folder
-from carlreg.files.images import Image, from_array, write
+from carlreg.files.images import Image, from_array, read, write
 from carlreg.files.tables import Pair, write_pairs
 from carlreg.model.icon import from_icon
 from carlreg.model.loaded import load_model
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_icon_registration(tmp_path: Path) -> None:
         write(from_array(data), files[-1])
     pair = Pair("flat", *files)
     method = icon(tmp_path / "network.trch", grid=(40, 36), io_iterations=0, device="cpu")
-    result = method(pair, pair.image("fixed"), pair.image("moving"))
+    result = method(pair, read(pair.fixed), read(pair.moving))
     options = {"io_iterations": 0, "device": "cpu", "allow_identity": False}
     by_hand = register(fixed=files[0], moving=files[1], model=from_icon(weights), **options)
     assert main(["models", "import", str(tmp_path / "network.trch"), str(tmp_path / "n.safetensors")]) == 0

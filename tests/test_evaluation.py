@@ -22,7 +22,8 @@ from carlreg.evaluation.sources import identity, in_folder, listed
 from carlreg.evaluation.statistics import sign_flip_test
 from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points, write
-from carlreg.files.tables import Pair, read_landmarks, read_pairs, write_pairs
+from carlreg.files.landmarks import read_landmarks
+from carlreg.files.tables import Pair, read_pairs, write_pairs
 from carlreg.files.world_transform import WorldTransform
 
 sitk = pytest.importorskip("SimpleITK")
@@ -256,7 +257,7 @@ def corrupt(folder: Path, what: str) -> dict[str, str]:
         ("number", "3 fixed and 2 moving landmarks"),
         ("wrong size", "has 10 × 20 × 16 voxels; expected 24 × 20 × 16"),
         ("small transform", "do not cover the fixed image"),
-        ("no result", "no result is given"),
+        ("no result", "no result was given"),
         ("twice", "listed twice"),
     ],
 )
@@ -353,7 +354,7 @@ def test_wrong_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--dataset", "abdomen1k"]) == 2
     capsys.readouterr()
     assert main(["evaluate", str(folder / "pairs.csv"), "--method", "a=nowhere"]) == 1
-    assert "nowhere is neither" in capsys.readouterr().err
+    assert "nowhere is not a folder of results" in capsys.readouterr().err
     (folder / "bad.csv").write_text("fixed,movin\na,b\n")
     assert main(["evaluate", str(folder / "bad.csv")]) == 1
     assert "has the columns fixed, movin" in capsys.readouterr().err
@@ -369,10 +370,10 @@ def test_landmark_files(tmp_path: Path) -> None:
     path.write_text("i,j,k\n1,2,3\n")
     assert read_landmarks(path, image).tolist() == [[-18.5, 14, 12.5]]
     path.write_text("x,y,z\n1,2\n")
-    with pytest.raises(ValueError, match=r"line 2, is '1,2'; expected 3 numbers"):
+    with pytest.raises(ValueError, match=r"line 2: '1,2' is not a point; expected 3 numbers"):
         read_landmarks(path, image)
     path.write_text("\n")
-    with pytest.raises(ValueError, match="holds no landmarks"):
+    with pytest.raises(ValueError, match="holds no points"):
         read_landmarks(path, image)
 
 
@@ -398,6 +399,7 @@ def test_comparisons_use_pairs_that_both_methods_have() -> None:
     for number, one in enumerate(rows):
         one.figures["dice"] = [0.1, 0.2, 0.3, 0.5, 0.5, 0.9][number]
     found = Evaluation(rows).compare("b", "a")
-    assert found["pairs"] == 2
-    assert found["mean_difference"] == pytest.approx(0.25)
-    assert found["won"] == 2
+    assert found is not None
+    assert found.pairs == 2
+    assert found.mean_difference == pytest.approx(0.25)
+    assert found.won == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from carlreg.cli import app
-from carlreg.evaluation.api import DATASETS
+from carlreg.paper_data import DATASETS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "experiments" / "README.md"

@@ -30,12 +30,13 @@ import numpy as np
 
 from carlreg.evaluation.api import Evaluation
 from carlreg.evaluation.baselines import BASELINES, cached
+from carlreg.evaluation.figures import box_plot
 from carlreg.evaluation.scores import FIGURES, Scores, score
 from carlreg.evaluation.sources import Method, Result, identity, in_folder
 from carlreg.files import world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checksums import sha256
-from carlreg.files.images import Image, read_labels
+from carlreg.files.images import Image, read, read_labels
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.tables import Pair
 from carlreg.model.loaded import find_model
@@ -104,7 +105,7 @@ def main() -> None:
         for method in METHODS:
             print(f"{name}, {method}: {len(found.of(method))} of {len(pairs)} pairs are scored", flush=True)
         if common(found).scores:
-            write_atomically(arguments.out / f"{name}.png", common(found).box_plot())
+            write_atomically(arguments.out / f"{name}.png", box_plot(common(found)))
         picture(found, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
     text = table({name: Book.open(arguments.out / f"{name}.json", weights) for name in SETS})
     write_atomically(arguments.out / "table.md", text.encode())
@@ -189,7 +190,7 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
             run,
             root,
             lambda place: (place / "report.json").is_file(),
-            lambda pair: run(pair, pair.image("fixed"), pair.image("moving")),
+            lambda pair: run(pair, read(pair.fixed), read(pair.moving)),
         )
 
     return [
@@ -322,11 +323,11 @@ def table(books: Mapping[str, Book]) -> str:
             lines.append(f"| {task} | {method} | {len(shared.of(method))} | {' | '.join(cells)} |")
         for other in OTHERS:
             told = whole.compare(BEST, other)
-            if told["pairs"]:
-                low, high = told["interval"]
+            if told is not None:
+                low, high = told.interval
                 notes.append(
-                    f"{task}: {BEST} − {other} is {told['mean_difference']:+.3f} Dice, 95 % interval {low:+.3f} to "
-                    f"{high:+.3f}, better on {told['won']} of {told['pairs']} pairs."
+                    f"{task}: {BEST} − {other} is {told.mean_difference:+.3f} Dice, 95 % interval {low:+.3f} to "
+                    f"{high:+.3f}, better on {told.won} of {told.pairs} pairs."
                 )
             elif whole.methods and other == ANTS:
                 notes.append(f"{task}: {BEST} and {other} have no pair in common yet.")
@@ -359,7 +360,7 @@ def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[st
         pair = pairs[scores.pair]
         assert pair.fixed_seg is not None
         assert pair.moving_seg is not None
-        fixed, moving = pair.image("fixed"), pair.image("moving")
+        fixed, moving = read(pair.fixed), read(pair.moving)
         fixed_labels, moving_labels = read_labels(pair.fixed_seg), read_labels(pair.moving_seg)
         moving_name, fixed_name = pair.name.split("_to_")
         here, there = (best_slice(labels, evaluation.labels) for labels in (fixed_labels, moving_labels))

@@ -124,10 +124,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     from carlreg.paper_data import retina
-    from carlreg.paper_data.gif import read_gif
 
     subjects = [subject for split in ("train", "test") for subject in retina.subjects(arguments.folder, split)]
-    images = np.stack([read_gif(subject.image) > 127 for subject in subjects])
+    images = np.stack([retina.read_gif(subject.image) > 127 for subject in subjects])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez(arguments.out, bits=np.packbits(images.reshape(20, -1), axis=1), shape=images.shape)
     print(f"{len(images)} segmentations of {images.shape[1]} × {images.shape[2]}, {images.mean():.1%} vessels")

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from carlreg.cli._shared import Quiet, Verbose
+from carlreg.cli._shared import Overwrite, Quiet, Verbose, say
+from carlreg.errors import InputError
 
 if TYPE_CHECKING:
     from carlreg.evaluation.api import Evaluation
     from carlreg.evaluation.scores import Scores
     from carlreg.evaluation.sources import Method
+    from carlreg.files.tables import Pair
+    from carlreg.paper_data.dataset import Dataset
 
 
 def evaluate(
     pairs: Annotated[
         Path | None,
-        typer.Argument(help="A CSV of pairs, or a folder of results of `carl register`.", show_default=False),
+        typer.Argument(help="A CSV file of pairs, or a folder of results of `carl register`.", show_default=False),
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "-m",
-            help="NAME=SOURCE, as often as there are methods: a folder of results, a CSV of pairs with the column "
-            "'transform', a model's name or file, a checkpoint of icon_registration (.trch, .pth), or one of identity, "
-            "ants-affine, ants-synquick, greedy, convexadam.",
+            help="NAME=SOURCE, once for each method: a folder of results, a CSV file of pairs with the column "
+            "'transform', the name or file of a model, a checkpoint of icon_registration (.trch, .pth), or one of "
+            "identity, ants-affine, ants-synquick, greedy, convexadam.",
             show_default=False,
         ),
     ] = None,
@@ -37,15 +41,22 @@ def evaluate(
         str | None,
         typer.Option(help="The pairs of a dataset of the paper: abdomen1k, dirlab, hcp, …", show_default=False),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Where that dataset is.", show_default=False)] = None,
-    labels: Annotated[str | None, typer.Option(help="Score these labels only: 1,2,6.", show_default=False)] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder of that dataset.", show_default=False)] = None,
+    preparation: Annotated[
+        Literal["dataset", "model"],
+        typer.Option(
+            help="With --dataset: models see the images as the paper prepares that dataset (grid, intensities, masks), "
+            "or as `carl register` would prepare them for the model."
+        ),
+    ] = "dataset",
+    labels: Annotated[str | None, typer.Option(help="Score only these labels: 1,2,6.", show_default=False)] = None,
     allow_missing_labels: Annotated[
-        bool, typer.Option(help="A label that only one map of a pair has is left out, without a word.")
+        bool, typer.Option(help="Skip labels that only one map of a pair has, without counting it as a failure.")
     ] = False,
     io_iterations: Annotated[
-        int | None, typer.Option(help="Steps of instance optimisation, where a model registers.", show_default=False)
+        int | None, typer.Option(help="Steps of instance optimisation, for models.", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, mps")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Folder for scores.csv, scores.json and dice.png.", show_default=False),
@@ -53,25 +64,82 @@ def evaluate(
     save: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in which what registers here keeps its results; baselines are not run again.",
+            help="Folder in which models and baselines keep their results; a baseline is not run again where its "
+            "result exists.",
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace scores that are there.")] = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Measure registrations: Dice, HD95, landmark error, folds, SDlogJ, inverse consistency, time and memory.
 
-    With several methods, their differences on the same pairs are told too. What is wrong with a pair is said in one
-    line; the others go on, and the exit code is 1.
+    With several methods, their differences on the same pairs are reported as well. A problem with a pair is printed as
+    one line; the other pairs are still measured, and the exit code is 1.
     """
     from carlreg.evaluation import api, sources
 
-    listed, names = _pairs(pairs, dataset, data)
-    options = {"io_iterations": io_iterations, "device": device}
+    if out is not None:
+        api.check_outputs(out, overwrite=overwrite)
+    source, listed = _pairs(pairs, dataset, data)
+    if preparation == "model":
+        source = replace(source, prepare=None)
+    options = {"io_iterations": io_iterations, "device": device, "dataset": source}
+    methods = _results_of(pairs, listed) | _methods(method or [], model, options, save)
+    if not methods:
+        methods = {"transform": sources.listed}
+    chosen = (sorted(source.labels) or None) if labels is None else _numbers(labels)
+    result = api.evaluate(
+        listed,
+        methods,
+        labels=chosen,
+        names=source.labels,
+        partial=allow_missing_labels,
+        dataset=source,
+        done=_report,
+    )
+    _print_tables(result)
+    if out is not None:
+        result.write(out, overwrite=overwrite)
+    failed = sum(bool(scores.failures) for scores in result.scores)
+    if failed:
+        say(f"{failed} of {len(result.scores)} failed, see above")
+        raise typer.Exit(1)
+
+
+def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[Dataset, list[Pair]]:
+    from carlreg.evaluation import sources
+    from carlreg.paper_data import find_dataset
+    from carlreg.paper_data.dataset import PLAIN
+
+    if (pairs is None) == (dataset is None):
+        raise typer.BadParameter("expected a CSV file of pairs, a folder of results, or --dataset with --data")
+    if pairs is not None:
+        return PLAIN, (sources.pairs_of(pairs) if pairs.is_dir() else PLAIN.pairs(pairs))
+    if data is None:
+        raise typer.BadParameter("--dataset was given without --data; expected the folder of the dataset")
+    assert dataset is not None
+    source = find_dataset(dataset)
+    return source, source.pairs(data)
+
+
+def _results_of(pairs: Path | None, listed: list[Pair]) -> dict[str, Method]:
+    """The results that come with the pairs."""
+    from carlreg.evaluation import sources
+
+    methods: dict[str, Method] = {"transform": sources.listed} if any(pair.transform for pair in listed) else {}
+    if pairs is not None and pairs.is_dir():
+        methods[pairs.resolve().name] = sources.in_folder(pairs)
+    return methods
+
+
+def _methods(texts: list[str], model: str | None, options: dict[str, Any], save: Path | None) -> dict[str, Method]:
+    """The methods of --method and --model, by name."""
+    from carlreg.evaluation import sources
+
     methods: dict[str, Method] = {}
-    for text in method or []:
+    for text in texts:
         name, equals, source = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"--method is {text!r}; expected NAME=SOURCE")
@@ -80,36 +148,7 @@ def evaluate(
         methods[name] = _method(source, options, save and save / name)
     if model is not None:
         methods[Path(model).stem] = sources.by_model(model, save=save, **options)
-    if pairs is not None and pairs.is_dir():
-        methods = {pairs.resolve().name: sources.in_folder(pairs), **methods}
-    if any(pair.transform for pair in listed) or not methods:
-        methods = {"transform": sources.listed, **methods}
-    if out is not None and (out / "scores.json").exists() and not overwrite:
-        raise FileExistsError(f"{out} already holds scores.json; choose another folder, or --overwrite")
-    chosen = (sorted(names) or None) if labels is None else _numbers(labels)
-    found = api.evaluate(listed, methods, labels=chosen, names=names, partial=allow_missing_labels, done=_tell)
-    _show(found)
-    if out is not None:
-        found.write(out, overwrite=overwrite)
-    failed = sum(bool(scores.failures) for scores in found.scores)
-    if failed:
-        print(f"carl: {failed} of {len(found.scores)} failed, as told above", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[list[Any], dict[int, str]]:
-    from carlreg.evaluation import api, sources
-    from carlreg.files.tables import read_pairs
-
-    if (pairs is None) == (dataset is None):
-        raise typer.BadParameter("expected either a CSV of pairs or a folder of results, or --dataset with --data")
-    if dataset is not None:
-        if data is None:
-            raise typer.BadParameter("--dataset needs --data, the folder where it is")
-        module = api.adapter(dataset)
-        return module.pairs(data), dict(module.LABELS)
-    assert pairs is not None
-    return (sources.pairs_of(pairs) if pairs.is_dir() else read_pairs(pairs)), {}
+    return methods
 
 
 def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
@@ -123,16 +162,16 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     if source in BASELINES:
         return BASELINES[source] if save is None else cached(BASELINES[source], save)
     if path.suffix.lower() in (".trch", ".pth", ".pt") and path.is_file():
-        return icon(path, **options)
+        return icon(path, save=save, **options)
     if path.is_dir():
         return sources.in_folder(path)
     if path.suffix.lower() == ".csv":
         return sources.from_list(read_pairs(path))
     if source in (AUTO, *SHORT, *available()) or path.is_file():
         return sources.by_model(source, save=save, **options)
-    raise ValueError(
-        f"{source} is neither a folder of results nor a CSV nor a model ({', '.join(available())}, {AUTO}) nor a "
-        f"baseline ({', '.join(BASELINES)}); expected one of these"
+    raise InputError(
+        f"{source} is not a folder of results, a CSV file, a model ({', '.join(available())}, {AUTO}) or a baseline "
+        f"({', '.join(BASELINES)}); expected one of these"
     )
 
 
@@ -143,46 +182,48 @@ def _numbers(text: str) -> list[int]:
         raise typer.BadParameter(f"--labels is {text!r}; expected whole numbers: 1,2,6") from error
 
 
-def _tell(scores: Scores) -> None:
+def _report(scores: Scores) -> None:
+    """Print a pair's failures and, to a terminal, its figures."""
     from carlreg.evaluation.scores import FIGURES
 
     for text in scores.failures:
-        print(f"carl: {scores.pair} by {scores.method}: {text}", file=sys.stderr)
+        say(f"{scores.pair} by {scores.method}: {text}")
     if sys.stderr.isatty():
-        known = [f"{FIGURES[key]} {_text(value)}" for key, value in scores.figures.items() if value == value]
-        print(f"{scores.method}, {scores.pair}: {', '.join(known)}", file=sys.stderr)
+        figures = [f"{FIGURES[key]} {_text(value)}" for key, value in scores.figures.items() if value == value]
+        print(f"{scores.method}, {scores.pair}: {', '.join(figures)}", file=sys.stderr)
 
 
-def _show(found: Evaluation) -> None:
+def _print_tables(evaluation: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from carlreg.evaluation.scores import FIGURES
+    from carlreg.evaluation.statistics import mean
 
-    means = {method: found.means(method) for method in found.methods}
-    known = [key for key in FIGURES if any(row[key] == row[key] for row in means.values())]
+    means = {method: evaluation.means(method) for method in evaluation.methods}
+    shown = [key for key in FIGURES if any(row[key] == row[key] for row in means.values())]
     table = Table(title="Means over pairs")
-    for heading in ("method", "pairs", *(FIGURES[key] for key in known)):
+    for heading in ("method", "pairs", *(FIGURES[key] for key in shown)):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for method, row in means.items():
-        sound = sum(not scores.failures for scores in found.of(method))
-        table.add_row(method, f"{sound}/{len(found.of(method))}", *(_text(row[key]) for key in known))
+        scores = evaluation.of(method)
+        succeeded = sum(not one.failures for one in scores)
+        table.add_row(method, f"{succeeded}/{len(scores)}", *(_text(row[key]) for key in shown))
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    if found.labels:
+    if evaluation.labels:
         table = Table("label", title="Dice per structure")
-        for method in found.methods:
+        for method in evaluation.methods:
             table.add_column(method, justify="right")
-        for label in found.labels:
-            columns = [found.dice_of(method, label) for method in found.methods]
-            cells = [_text(sum(column) / len(column)) if column else "" for column in columns]
-            table.add_row(found.label_name(label), *cells)
+        for label in evaluation.labels:
+            cells = [_text(mean(evaluation.dice_of(method, label))) for method in evaluation.methods]
+            table.add_row(evaluation.label_name(label), *cells)
         console.print(table)
-    for told in found.comparisons():
-        low, high = told["interval"]
+    for one in evaluation.comparisons():
+        low, high = one.interval
         console.print(
-            f"{told['first']} − {told['second']}, {FIGURES[told['figure']]}: {told['mean_difference']:+.4f} "
-            f"[{low:+.4f}, {high:+.4f}], p = {told['p']:.2g}, better on {told['won']} of {told['pairs']} pairs"
+            f"{one.first} − {one.second}, {FIGURES[one.figure]}: {one.mean_difference:+.4f} "
+            f"[{low:+.4f}, {high:+.4f}], p = {one.p:.2g}, better on {one.won} of {one.pairs} pairs"
         )
 
 

@@ -1,44 +1,42 @@
-"""How good registrations are, of whatever method: transforms in, figures out.
+"""Evaluate registrations of any method: transforms in, figures out.
 
-Everything is measured in the fixed image's own space: labels are warped onto the fixed grid taking the nearest voxel,
-distances are millimetres, determinants those of the map between the two worlds. A method is a function that makes of a
-pair a `Result`; results of other programs come in by their files.
+Everything is measured in the fixed image's own space: labels are warped onto the fixed grid by nearest neighbour,
+distances are millimetres, determinants those of the map between the two worlds. A method is a function from a pair to a
+`Result`; results of other programs are read from their files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import importlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from carlreg.errors import OutputError
+from carlreg.evaluation.figures import box_plot
 from carlreg.evaluation.scores import FIGURES, Scores, score
-from carlreg.evaluation.sources import Method, _absolute
-from carlreg.evaluation.statistics import _mean, _number, sign_flip_test
+from carlreg.evaluation.sources import Method, image_files
+from carlreg.evaluation.statistics import Comparison, compare, mean, or_none
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair
+from carlreg.paper_data.dataset import PLAIN, Dataset
 
-HIGHER_IS_BETTER = ("dice",)
-
-
-# ---- many pairs -----------------------------------------------------------------------------------------------------
+OUTPUTS = ("scores.json", "scores.csv", "dice.png")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
     """Scores of one or more methods on the same pairs."""
 
     scores: list[Scores]
     names: Mapping[int, str] = field(default_factory=dict)
-    """What the labels are called."""
+    """The names of labels."""
 
     @property
     def methods(self) -> list[str]:
@@ -52,9 +50,8 @@ class Evaluation:
         return [scores for scores in self.scores if scores.method == method]
 
     def means(self, method: str) -> dict[str, float]:
-        """The mean over the pairs that have the figure."""
-        rows = self.of(method)
-        return {key: _mean([scores.figures[key] for scores in rows]) for key in FIGURES}
+        """The mean of each figure over the pairs that have it."""
+        return {key: mean([scores.figures[key] for scores in self.of(method)]) for key in FIGURES}
 
     def label_name(self, label: int) -> str:
         return self.names.get(label, str(label))
@@ -62,53 +59,36 @@ class Evaluation:
     def dice_of(self, method: str, label: int) -> list[float]:
         return [scores.dice[label] for scores in self.of(method) if not math.isnan(scores.dice.get(label, math.nan))]
 
-    def compare(self, first: str, second: str, figure: str = "dice") -> dict[str, Any]:
-        """First minus second on the pairs that both have: mean, 95 % interval, p, and how many pairs the first wins.
+    def compare(self, first: str, second: str, figure: str = "dice") -> Comparison | None:
+        """The first method minus the second on the pairs that both have, if there are any."""
+        of_first, of_second = ({one.pair: one.figures[figure] for one in self.of(name)} for name in (first, second))
+        return compare((first, of_first), (second, of_second), figure, higher_is_better=figure == "dice")
 
-        The interval is a bootstrap over pairs; p is a two-sided test that flips the signs of the differences.
-        """
-        values = [{s.pair: s.figures[figure] for s in self.of(method)} for method in (first, second)]
-        common = [pair for pair in values[0] if pair in values[1]]
-        differences = np.array([values[0][pair] - values[1][pair] for pair in common])
-        differences = differences[np.isfinite(differences)]
-        told: dict[str, Any] = {"first": first, "second": second, "figure": figure, "pairs": len(differences)}
-        if not len(differences):
-            return told
-        rng = np.random.default_rng(0)
-        drawn = rng.choice(differences, (10_000, len(differences))).mean(axis=1)
-        sign = 1 if figure in HIGHER_IS_BETTER else -1
-        return told | {
-            "mean_difference": float(differences.mean()),
-            "interval": [float(x) for x in np.percentile(drawn, [2.5, 97.5])],
-            "p": sign_flip_test(differences),
-            "won": int((sign * differences > 0).sum()),
-        }
-
-    def comparisons(self) -> list[dict[str, Any]]:
-        """Every later method against every earlier one, in Dice and in landmark error, where there are any."""
-        found = [
-            self.compare(second, first, figure)
+    def comparisons(self) -> list[Comparison]:
+        """Every later method against every earlier one, in Dice and in landmark error."""
+        rows = [
+            self.compare(later, earlier, figure)
             for figure in ("dice", "tre_mm")
-            for i, first in enumerate(self.methods)
-            for second in self.methods[i + 1 :]
+            for number, earlier in enumerate(self.methods)
+            for later in self.methods[number + 1 :]
         ]
-        return [row for row in found if row["pairs"]]
+        return [row for row in rows if row is not None]
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "methods": {
-                method: {
-                    "pairs": len(self.of(method)),
-                    "failed": sum(bool(scores.failures) for scores in self.of(method)),
-                    **{key: _number(value) for key, value in self.means(method).items()},
-                    "dice_per_label": {
-                        self.label_name(label): _number(_mean(self.dice_of(method, label))) for label in self.labels
-                    },
-                }
-                for method in self.methods
-            },
-            "comparisons": self.comparisons(),
+            "methods": {method: self._summary(method) for method in self.methods},
+            "comparisons": [asdict(row) for row in self.comparisons()],
             "scores": [scores.as_dict() for scores in self.scores],
+        }
+
+    def _summary(self, method: str) -> dict[str, Any]:
+        return {
+            "pairs": len(self.of(method)),
+            "failed": sum(bool(scores.failures) for scores in self.of(method)),
+            **{key: or_none(value) for key, value in self.means(method).items()},
+            "dice_per_label": {
+                self.label_name(label): or_none(mean(self.dice_of(method, label))) for label in self.labels
+            },
         }
 
     def to_csv(self) -> str:
@@ -119,57 +99,32 @@ class Evaluation:
         header = [f"{kind}_{self.label_name(label)}" for kind, label in kinds]
         writer.writerow(["method", "pair", *FIGURES, *header, "failures"])
         for scores in self.scores:
-            cells = [scores.figures[key] for key in FIGURES]
-            cells += [getattr(scores, kind).get(label, math.nan) for kind, label in kinds]
-            written = ["" if math.isnan(value) else f"{value:.6g}" for value in cells]
-            writer.writerow([scores.method, scores.pair, *written, "; ".join(scores.failures)])
+            values = [scores.figures[key] for key in FIGURES]
+            values += [getattr(scores, kind).get(label, math.nan) for kind, label in kinds]
+            cells = ["" if math.isnan(value) else f"{value:.6g}" for value in values]
+            writer.writerow([scores.method, scores.pair, *cells, "; ".join(scores.failures)])
         return text.getvalue()
 
     def write(self, folder: PathLike, *, overwrite: bool = False) -> Path:
-        """Write `scores.csv`, `scores.json` and, where matplotlib is installed and there are labels, `dice.png`."""
-        target = Path(folder)
-        taken = [name for name in ("scores.csv", "scores.json", "dice.png") if (target / name).exists()]
-        if taken and not overwrite:
-            raise FileExistsError(f"{target} already holds {taken[0]}; choose another folder, or --overwrite")
+        """Write `scores.csv`, `scores.json` and, with labels and if matplotlib is installed, `dice.png`."""
+        target = check_outputs(folder, overwrite=overwrite)
         target.mkdir(parents=True, exist_ok=True)
         write_atomically(target / "scores.csv", self.to_csv().encode())
         write_atomically(target / "scores.json", (json.dumps(self.as_dict(), indent=2) + "\n").encode())
+        (target / "dice.png").unlink(missing_ok=True)
         if self.labels:
-            try:
-                picture = self.box_plot()
-            except ImportError:
-                return target
-            write_atomically(target / "dice.png", picture)
+            with contextlib.suppress(ImportError):
+                write_atomically(target / "dice.png", box_plot(self))
         return target
 
-    def box_plot(self) -> bytes:
-        """Dice per structure, a box for each method, as the paper's appendix has it: a PNG."""
-        from matplotlib.figure import Figure
 
-        count = len(self.methods)
-        width = 2 + 0.35 * len(self.labels) * (count + 0.5)
-        figure = Figure(figsize=(min(max(width, 7), 14), 4), layout="constrained")
-        axes = figure.subplots()
-        for number, method in enumerate(self.methods):
-            places = [place * (count + 1) + number for place in range(len(self.labels))]
-            boxes = axes.boxplot(
-                [self.dice_of(method, label) for label in self.labels],
-                positions=places,
-                widths=0.8,
-                patch_artist=True,
-                medianprops={"color": "black"},
-                flierprops={"markersize": 3},
-            )
-            for box in boxes["boxes"]:
-                box.set_facecolor(f"C{number}")
-            axes.plot([], [], "s", color=f"C{number}", label=method)
-        middle = [place * (count + 1) + (count - 1) / 2 for place in range(len(self.labels))]
-        axes.set_xticks(middle, [self.label_name(label) for label in self.labels], rotation=45, ha="right")
-        axes.set(ylabel="Dice", ylim=(0, 1))
-        figure.legend(loc="outside upper center", ncols=3)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120)
-        return buffer.getvalue()
+def check_outputs(folder: PathLike, *, overwrite: bool = False) -> Path:
+    """Refuse a folder that holds scores already, unless they may be overwritten."""
+    target = Path(folder)
+    taken = [name for name in OUTPUTS if (target / name).exists()]
+    if taken and not overwrite:
+        raise OutputError(f"{target} already holds {taken[0]}; choose another folder, or use --overwrite")
+    return target
 
 
 def evaluate(
@@ -179,41 +134,25 @@ def evaluate(
     labels: Sequence[int] | None = None,
     names: Mapping[int, str] | None = None,
     partial: bool = False,
+    dataset: Dataset = PLAIN,
     done: Callable[[Scores], None] = lambda scores: None,
 ) -> Evaluation:
     """Measure each method on each pair; see `score`. A pair that is listed again fails and is not measured again.
 
-    `done` is called with each pair's scores as they come.
+    `done` is called with the scores of each pair as soon as they are complete.
 
     >>> evaluation = evaluate(read_pairs("pairs.csv"), {"before": identity, "carl": in_folder("results")})
     >>> evaluation.write("figures")
     """
-    found = []
-    for method_name, method in methods.items():
-        for pair, again in _with_repeats(pairs):
-            if again:
-                scores = Scores(method_name, pair.name, failures=["the pair is listed twice; expected each once"])
+    results = []
+    for name, method in methods.items():
+        measured = set()
+        for pair in pairs:
+            if image_files(pair) in measured:
+                scores = Scores(name, pair.name, failures=["the pair is listed twice; expected each once"])
             else:
-                scores = score(pair, method, name=method_name, labels=labels, partial=partial)
-            found.append(scores)
+                scores = score(pair, method, name=name, labels=labels, partial=partial, dataset=dataset)
+            measured.add(image_files(pair))
+            results.append(scores)
             done(scores)
-    return Evaluation(found, names or {})
-
-
-def _with_repeats(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, bool]]:
-    seen = set()
-    for pair in pairs:
-        key = (_absolute(pair.fixed), _absolute(pair.moving))
-        yield pair, key in seen
-        seen.add(key)
-
-
-def adapter(name: str) -> Any:
-    """The module of a dataset that has pairs to evaluate on."""
-    if name not in DATASETS:
-        raise ValueError(f"no dataset {name!r}; expected one of {', '.join(DATASETS)}")
-    return importlib.import_module(f"carlreg.paper_data.{name}")
-
-
-DATASETS = ("abdomen1k", "copdgene", "dirlab", "hcp", "learn2reg", "oasis")
-"""Of `carlreg.datasets`, those that have `pairs`."""
+    return Evaluation(results, names or {})

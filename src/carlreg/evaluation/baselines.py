@@ -1,13 +1,14 @@
-"""Other people's methods in the same harness: each an `evaluation.Method`, imported when it is used.
+"""Other programs as methods of an evaluation, imported when they are used.
 
-`pip install 'carlreg[baselines]'` brings what they need. Times are of the registration alone, without reading images.
-Methods that cannot run here enter a table by their files: `carl evaluate pairs.csv --method NAME=FOLDER`.
+`pip install 'carlreg[baselines]'` installs them. Times are those of the registration alone, without reading images.
+Methods that do not run here are evaluated from their files: `carl evaluate pairs.csv --method NAME=FOLDER`.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import pickle
 import tempfile
@@ -18,18 +19,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from carlreg.evaluation.sources import Method, Result, by_model, identity, in_folder
+from carlreg.errors import CarlError, DependencyError
+from carlreg.evaluation.sources import Method, Result, by_model, from_folder, identity
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.atomic import write_atomically
+from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, PathLike, map_points
-from carlreg.files.tables import Pair
+from carlreg.files.tables import SIDES, Pair
 from carlreg.files.world_transform import PointMap, WorldTransform
-from carlreg.model.files import ModelFileError, save
+from carlreg.model.files import ModelFileError
 from carlreg.model.icon import from_icon
+from carlreg.model.loaded import LoadedModel
+
+
+class MethodError(CarlError):
+    """Another program that failed on a pair."""
+
+
+def guarded(method: Method) -> Method:
+    """The same method; whatever another program raises is its failure on this pair, and stops nothing else."""
+
+    def run(pair: Pair, fixed: Image, moving: Image) -> Result:
+        try:
+            return method(pair, fixed, moving)
+        except CarlError:
+            raise
+        except Exception as error:
+            raise MethodError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    return run
 
 
 def ants(kind: str) -> Method:
-    """ANTs by antspyx: "Affine", "antsRegistrationSyNQuick[s]", or another of its types of transform."""
+    """ANTs, from antspyx: "Affine", "antsRegistrationSyNQuick[s]", or another of its types of transform."""
 
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:
         package = _import("ants", "antspyx")
@@ -37,10 +59,10 @@ def ants(kind: str) -> Method:
             paths = _written(folder, fixed, moving)
             read = [package.image_read(str(path)) for path in paths]
             started = time.perf_counter()
-            found = package.registration(*read, type_of_transform=kind, outprefix=f"{folder}/")
+            output = package.registration(*read, type_of_transform=kind, outprefix=f"{folder}/")
             seconds = time.perf_counter() - started
-            transform = transform_files.read(found["fwdtransforms"])
-            backward = [path for path in found["invtransforms"] if path.endswith(".nii.gz")]
+            transform = transform_files.read(output["fwdtransforms"])
+            backward = [path for path in output["invtransforms"] if path.endswith(".nii.gz")]
             inverse: PointMap | None = None
             if backward and isinstance(transform, WorldTransform):
                 undo, warp = np.linalg.inv(transform.affine), transform_files.read(backward)
@@ -70,10 +92,10 @@ def greedy(pair: Pair, fixed: Image, moving: Image) -> Result:
 
 
 def convex_adam(pair: Pair, fixed: Image, moving: Image) -> Result:
-    """ConvexAdam with MIND features, after the images' centres have been laid upon one another."""
+    """ConvexAdam with MIND features, after aligning the centres of the images."""
     package = _import("convexAdam.convex_adam_MIND", "convexAdam")
-    middle = [map_points(one.affine, (np.array(one.shape) - 1) / 2) for one in (fixed, moving)]
-    shift = middle[1] - middle[0]
+    centres = [map_points(one.affine, (np.array(one.shape) - 1) / 2) for one in (fixed, moving)]
+    shift = centres[1] - centres[0]
     centred = world_transform.apply(lambda points: points + shift, moving, fixed, outside=float(moving.data.min()))
     started = time.perf_counter()
     field = package.convex_adam_pt(
@@ -88,69 +110,63 @@ def convex_adam(pair: Pair, fixed: Image, moving: Image) -> Result:
 
 
 def icon(checkpoint: PathLike, *, grid: tuple[int, ...] = (175, 175, 175), **options: Any) -> Method:
-    """A network of icon_registration (GradICON, uniGradICON, the authors' CARL) from its weights, on its grid."""
+    """A network of icon_registration (GradICON, uniGradICON, the authors' CARL) from its weights, on its grid.
+
+    It is evaluated as it is, without our fallback to the unregistered images.
+    """
     try:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ModelFileError(f"{checkpoint} cannot be read as weights; expected a state dict of tensors") from error
-    model = from_icon(weights)
-
-    def run(pair: Pair, fixed: Image, moving: Image) -> Result:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "icon.safetensors"
-            save(model, path, metadata={"grid": " ".join(str(side) for side in grid), "view": "whole"})
-            # Theirs is judged as it is, without our safeguard.
-            return by_model(str(path), **{"allow_identity": False, **options})(pair, fixed, moving)
-
-    return run
+    provenance = {"name": Path(checkpoint).stem, "sha256": sha256(Path(checkpoint))}
+    model = LoadedModel(from_icon(weights), grid, provenance, keeps_margins=True)
+    return by_model(model, **{"allow_identity": False, **options})
 
 
 BASELINES: dict[str, Method] = {
     "identity": identity,
-    "ants-affine": ants("Affine"),
-    "ants-synquick": ants("antsRegistrationSyNQuick[s]"),
-    "greedy": greedy,
-    "convexadam": convex_adam,
+    "ants-affine": guarded(ants("Affine")),
+    "ants-synquick": guarded(ants("antsRegistrationSyNQuick[s]")),
+    "greedy": guarded(greedy),
+    "convexadam": guarded(convex_adam),
 }
-"""What `carl evaluate --method NAME=...` knows by name."""
+"""The methods that `carl evaluate --method NAME=...` runs by name."""
 
 
 def cached(method: Method, folder: PathLike) -> Method:
-    """The same method, its results and its failures kept in a folder for each pair, and taken from there next time.
+    """The same method, with the result or the failure of each pair kept in a folder and taken from there next time.
 
     To try again, delete the pair's folder.
     """
     root = Path(folder)
 
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:
-        place = root / pair.name
-        report = place / "report.json"
+        own = root / pair.name
+        report = own / "report.json"
         if report.is_file():
             failure = json.loads(report.read_text(encoding="utf-8")).get("failure")
             if failure is not None:
-                raise RuntimeError(f"{failure} (as recorded in {report})")
-            return in_folder(root)(pair, fixed, moving)
-        told: dict[str, Any] = {
-            "inputs": {side: {"name": str(getattr(pair, side))} for side in ("fixed", "moving")},
+                raise MethodError(f"{failure} (as recorded in {report})")
+            return from_folder(own, pair, fixed, moving, root=root)
+        content: dict[str, Any] = {
+            "inputs": {side: {"path": os.path.abspath(getattr(pair, side))} for side in SIDES},
             "cpus": os.cpu_count(),
         }
-        place.mkdir(parents=True, exist_ok=True)
+        own.mkdir(parents=True, exist_ok=True)
         try:
-            result = method(pair, fixed, moving)
-        except ImportError:
+            result = guarded(method)(pair, fixed, moving)
+        except DependencyError:
             raise
-        except Exception as error:
-            told["failure"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            write_atomically(report, (json.dumps(told, indent=2) + "\n").encode())
-            raise RuntimeError(told["failure"]) from error
-        transform_files.write(result.transform, place / "transform.h5", overwrite=True)
+        except CarlError as error:
+            write_atomically(report, (json.dumps(content | {"failure": str(error)}, indent=2) + "\n").encode())
+            raise
+        transform_files.write(result.transform, own / "transform.h5", overwrite=True)
         if result.inverse is not None:
-            transform_files.write(
-                world_transform.sample(result.inverse, moving), place / "inverse_transform.h5", overwrite=True
-            )
-        known = {"seconds": result.seconds, "peak_gib": result.peak_gib}
-        told["metrics"] = {key: value for key, value in known.items() if value == value}
-        write_atomically(report, (json.dumps(told, indent=2) + "\n").encode())
+            inverse = world_transform.sample(result.inverse, moving)
+            transform_files.write(inverse, own / "inverse_transform.h5", overwrite=True)
+        figures = {"seconds": result.seconds, "peak_gib": result.peak_gib}
+        content["metrics"] = {key: value for key, value in figures.items() if not math.isnan(value)}
+        write_atomically(report, (json.dumps(content, indent=2) + "\n").encode())
         return result
 
     return run
@@ -160,7 +176,7 @@ def _import(name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
+        raise DependencyError(
             f"{name} is not installed; expected it for this method: pip install {package} ({error})"
         ) from error
 

@@ -1,26 +1,28 @@
-"""The scores of one transform on one pair."""
+"""The scores of one method on one pair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from carlreg.evaluation.sources import BAD_INPUT, Method, WorldMap, _times
-from carlreg.evaluation.statistics import _number
+from carlreg.errors import InputError, user_message
+from carlreg.evaluation.sources import Method, Result, WorldMap
+from carlreg.evaluation.statistics import or_none
 from carlreg.files import images, world_transform
-from carlreg.files.images import Image, map_points
-from carlreg.files.itk import itk_order, simpleitk
+from carlreg.files.images import Image, Matrix, check_same_grid, map_points
 from carlreg.files.tables import Pair
-from carlreg.files.world_transform import PointMap, WorldTransform
+from carlreg.files.world_transform import WorldTransform
 from carlreg.objective.metrics import dice, hd95, mean_score
-
-# ---- one pair -------------------------------------------------------------------------------------------------------
+from carlreg.paper_data.dataset import PLAIN, Dataset
 
 FIGURES = {
     "dice": "Dice",
@@ -32,12 +34,12 @@ FIGURES = {
     "seconds": "s",
     "peak_gib": "GiB",
 }
-"""What is measured of each pair, and its heading in a table."""
+"""The figures of each pair, with their headings in a table."""
 
 
 @dataclass
 class Scores:
-    """What was measured of one pair and one method; NaN where there was nothing to measure."""
+    """The figures of one pair and one method; NaN where there was nothing to measure."""
 
     method: str
     pair: str
@@ -47,60 +49,61 @@ class Scores:
     tre_mm: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def noting_failures(self, prefix: str = "") -> Iterator[None]:
+        """Keep the message of an error that a user can act on, and go on; a bug is raised."""
+        try:
+            yield
+        except Exception as error:
+            text = user_message(error)
+            if text is None:
+                raise
+            self.failures.append(prefix + text)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN."""
         return {
             "method": self.method,
             "pair": self.pair,
-            **{key: _number(value) for key, value in self.figures.items()},
-            "dice_per_label": {str(label): _number(score) for label, score in self.dice.items()},
-            "hd95_mm_per_label": {str(label): _number(score) for label, score in self.hd95_mm.items()},
-            "tre_mm_per_landmark": [_number(error) for error in self.tre_mm],
+            **{key: or_none(value) for key, value in self.figures.items()},
+            "dice_per_label": {str(label): or_none(score) for label, score in self.dice.items()},
+            "hd95_mm_per_label": {str(label): or_none(score) for label, score in self.hd95_mm.items()},
+            "tre_mm_per_landmark": [or_none(error) for error in self.tre_mm],
             "failures": self.failures,
         }
 
 
 def score(
-    pair: Pair, method: Method, *, name: str = "", labels: Sequence[int] | None = None, partial: bool = False
+    pair: Pair,
+    method: Method,
+    *,
+    name: str = "",
+    labels: Sequence[int] | None = None,
+    partial: bool = False,
+    dataset: Dataset = PLAIN,
 ) -> Scores:
-    """Measure a method on a pair. What cannot be measured is named in `failures`; the rest is there.
+    """Measure a method on a pair. What cannot be measured is described in `failures`; the other figures are there.
 
     `labels` are those to score, by default all but 0 that occur. A label that only one of the two maps has is not
     scored, as in Learn2Reg, and is a failure unless `partial`. One that the transform loses has Dice 0 and no HD95.
+    `dataset` knows how to read the pair's files.
     """
     scores = Scores(name, pair.name)
-
-    def attempt(measure: Callable[[], None]) -> bool:
-        try:
-            measure()
-        except BAD_INPUT as error:
-            scores.failures.append(" ".join(str(error).split()))
-            return False
-        return True
-
-    found: dict[str, Any] = {}
-
-    def load() -> None:
-        found["fixed"], found["moving"] = pair.image("fixed"), pair.image("moving")
-        if found["fixed"].dim != found["moving"].dim:
-            raise ValueError(f"the fixed image is {found['fixed'].dim}-D, the moving one is not; expected the same")
-        result = method(pair, found["fixed"], found["moving"])
-        found["result"], found["dense"] = result, _dense(result.transform, found["fixed"])
-        scores.figures.update(
-            seconds=result.seconds,
-            peak_gib=result.peak_gib,
-            inverse_consistency_mm=result.inverse_consistency_mm,
-        )
-
-    if not attempt(load):
-        return scores
-    fixed, moving, result = found["fixed"], found["moving"], found["result"]
-    attempt(lambda: _score_labels(scores, pair, fixed, moving, found["dense"], labels, partial))
-    attempt(lambda: _score_landmarks(scores, pair, fixed, moving, result.transform))
-    attempt(lambda: _score_determinants(scores, found["dense"], fixed))
-    if result.inverse is not None and math.isnan(result.inverse_consistency_mm):
-        error = _inconsistency(result.transform, result.inverse, fixed, moving)
-        scores.figures["inverse_consistency_mm"] = error
+    with scores.noting_failures():
+        fixed, moving = dataset.read_image(pair.fixed), dataset.read_image(pair.moving)
+        if fixed.dim != moving.dim:
+            raise InputError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
+        result = method(pair, fixed, moving)
+        dense = _dense(result.transform, fixed)
+        scores.figures |= {"seconds": result.seconds, "peak_gib": result.peak_gib}
+        with scores.noting_failures():
+            _score_labels(scores, pair, fixed, moving, dense, labels, partial)
+        with scores.noting_failures():
+            _score_landmarks(scores, pair, fixed, moving, result.transform, dataset)
+        with scores.noting_failures():
+            _score_determinants(scores, dense, fixed)
+        with scores.noting_failures("inverse consistency: "):
+            scores.figures["inverse_consistency_mm"] = _inverse_consistency(result, fixed, moving)
     return scores
 
 
@@ -113,59 +116,67 @@ def _score_labels(
     labels: Sequence[int] | None,
     partial: bool,
 ) -> None:
-    given = {"fixed": pair.fixed_seg, "moving": pair.moving_seg}
-    if all(path is None for path in given.values()):
+    files = _both("labels", pair.fixed_seg, pair.moving_seg)
+    if files is None:
         return
-    for side, path in given.items():
-        if path is None:
-            raise ValueError(f"there are labels on one side only, not for the {side} image; expected {side}_seg")
-    assert pair.fixed_seg is not None
-    assert pair.moving_seg is not None
-    maps = {"fixed": images.read_labels(pair.fixed_seg), "moving": images.read_labels(pair.moving_seg)}
-    for side, image in (("fixed", fixed), ("moving", moving)):
-        if maps[side].shape != image.shape:
-            raise ValueError(
-                f"{maps[side].name} has {_times(maps[side].shape)} voxels; expected {_times(image.shape)}, as the "
-                f"{side} image has"
-            )
-    present = {side: set(np.unique(map_.data).tolist()) - {0} for side, map_ in maps.items()}
+    fixed_map, moving_map = (images.read_labels(path) for path in files)
+    check_same_grid(fixed_map, fixed, "labels")
+    check_same_grid(moving_map, moving, "labels")
+    present = {"fixed": _labels_in(fixed_map), "moving": _labels_in(moving_map)}
     wanted = sorted(present["fixed"] | present["moving"]) if labels is None else list(labels)
     for label in wanted:
-        missing = [side for side in maps if label not in present[side]]
+        missing = [side for side in present if label not in present[side]]
         if missing and not partial:
             scores.failures.append(f"label {label} is missing from the {' and the '.join(missing)} labels")
-    common = [int(label) for label in wanted if label in present["fixed"] and label in present["moving"]]
-    warped = world_transform.apply(transform, maps["moving"], maps["fixed"], "nearest")
-    first, second = _label_tensor(warped), _label_tensor(maps["fixed"])
-    scores.dice = dice(first, second, common)
-    scores.hd95_mm = {label: hd95(first, second, label, spacing=maps["fixed"].spacing) for label in common}
-    scores.figures.update(dice=mean_score(scores.dice), hd95_mm=mean_score(scores.hd95_mm))
+    common = [label for label in wanted if label in present["fixed"] and label in present["moving"]]
+    warped = _label_tensor(world_transform.apply(transform, moving_map, fixed_map, "nearest"))
+    target = _label_tensor(fixed_map)
+    scores.dice = dice(warped, target, common)
+    scores.hd95_mm = {label: hd95(warped, target, label, spacing=fixed_map.spacing) for label in common}
+    scores.figures |= {"dice": mean_score(scores.dice), "hd95_mm": mean_score(scores.hd95_mm)}
 
 
-def _score_landmarks(scores: Scores, pair: Pair, fixed: Image, moving: Image, transform: WorldMap) -> None:
-    given = {"fixed": pair.fixed_landmarks, "moving": pair.moving_landmarks}
-    if all(path is None for path in given.values()):
+def _score_landmarks(
+    scores: Scores, pair: Pair, fixed: Image, moving: Image, transform: WorldMap, dataset: Dataset
+) -> None:
+    files = _both("landmarks", pair.fixed_landmarks, pair.moving_landmarks)
+    if files is None:
         return
-    points = {}
-    for (side, path), image in zip(given.items(), (fixed, moving), strict=True):
-        if path is None:
-            raise ValueError(f"there are landmarks on one side only, not for the {side} image")
-        points[side] = pair.read_points(path, image)
-    if len(points["fixed"]) != len(points["moving"]):
-        counts = f"{len(points['fixed'])} fixed and {len(points['moving'])} moving landmarks"
-        raise ValueError(f"there are {counts}; expected as many, in the same order")
-    for side, image in (("fixed", fixed), ("moving", moving)):
-        index = map_points(np.linalg.inv(image.affine), points[side])
-        outside = ((index < -0.5) | (index > np.array(image.shape) - 0.5)).any(axis=-1)
-        if outside.any():
-            first = int(np.flatnonzero(outside)[0])
-            raise ValueError(
-                f"{int(outside.sum())} {side} landmarks lie outside of the image, the first, number {first + 1}, at "
-                f"({', '.join(f'{x:.1f}' for x in points[side][first])}) mm; expected LPS millimetres"
-            )
-    errors = np.linalg.norm(transform(points["fixed"]) - points["moving"], axis=-1)
+    of_fixed, of_moving = dataset.read_landmarks(files[0], fixed), dataset.read_landmarks(files[1], moving)
+    if len(of_fixed) != len(of_moving):
+        counts = f"{len(of_fixed)} fixed and {len(of_moving)} moving landmarks"
+        raise InputError(f"there are {counts}; expected as many, in the same order")
+    _check_inside("fixed", of_fixed, fixed)
+    _check_inside("moving", of_moving, moving)
+    errors = np.linalg.norm(transform(of_fixed) - of_moving, axis=-1)
     scores.tre_mm = [float(error) for error in errors]
     scores.figures["tre_mm"] = float(errors.mean())
+
+
+def _both(what: str, fixed: Path | None, moving: Path | None) -> tuple[Path, Path] | None:
+    """The files of both images, or None if there are none."""
+    if fixed is None and moving is None:
+        return None
+    if fixed is None or moving is None:
+        side = "fixed" if fixed is None else "moving"
+        raise InputError(f"there are {what} on one side only, not for the {side} image; expected both or none")
+    return fixed, moving
+
+
+def _check_inside(side: str, points: Matrix, image: Image) -> None:
+    outside = ~_inside(points, image)
+    if outside.any():
+        first = int(np.flatnonzero(outside)[0])
+        raise InputError(
+            f"{int(outside.sum())} {side} landmarks lie outside of the image, the first, number {first + 1}, at "
+            f"({', '.join(f'{x:.1f}' for x in points[first])}) mm; expected LPS millimetres"
+        )
+
+
+def _inside(points: Matrix, image: Image) -> npt.NDArray[np.bool_]:
+    """Which points (N, D) lie in a voxel of the image."""
+    index = map_points(np.linalg.inv(image.affine), points)
+    return np.asarray(((index >= -0.5) & (index <= np.array(image.shape) - 0.5)).all(axis=-1))
 
 
 def _score_determinants(scores: Scores, transform: WorldTransform, fixed: Image) -> None:
@@ -174,34 +185,30 @@ def _score_determinants(scores: Scores, transform: WorldTransform, fixed: Image)
     scores.figures["sd_log_jacobian"] = world_transform.sd_log_jacobian(determinants)
 
 
-def _inconsistency(transform: PointMap, inverse: PointMap, fixed: Image, moving: Image) -> float:
-    """Mean |S(T(x)) − x| in mm over a lattice of about 30 points a side, where T(x) lies in the moving image."""
-    steps = [max(1, n // 30) for n in fixed.shape]
-    index = np.meshgrid(*(np.arange(0, n, s) for n, s in zip(fixed.shape, steps, strict=True)), indexing="ij")
-    points = map_points(fixed.affine, np.stack(index, axis=-1).reshape(-1, fixed.dim))
-    moved = transform(points)
-    there = map_points(np.linalg.inv(moving.affine), moved)
-    inside = ((there >= -0.5) & (there < np.array(moving.shape) - 0.5)).all(axis=-1)
+def _inverse_consistency(result: Result, fixed: Image, moving: Image) -> float:
+    """As the method reports it, or else the mean |S(T(x)) − x| in mm for its inverse S, over a lattice of about 30
+    points a side, where T(x) lies in the moving image. NaN without an inverse."""
+    if result.inverse is None or not math.isnan(result.inverse_consistency_mm):
+        return result.inverse_consistency_mm
+    axes = (np.arange(0, n, max(1, n // 30)) for n in fixed.shape)
+    index = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, fixed.dim)
+    points = map_points(fixed.affine, index)
+    moved = result.transform(points)
+    inside = _inside(moved, moving)
     if not inside.any():
         return math.nan
-    return float(np.linalg.norm(inverse(moved[inside]) - points[inside], axis=-1).mean())
+    return float(np.linalg.norm(result.inverse(moved[inside]) - points[inside], axis=-1).mean())
 
 
 def _dense(transform: WorldMap, fixed: Image) -> WorldTransform:
-    """Anything but affine maps and one field is evaluated by SimpleITK on the fixed grid, which is quick."""
+    """Anything but affine maps and one field is sampled on the fixed grid."""
     if isinstance(transform, WorldTransform):
         return transform
-    sitk, like = simpleitk(), fixed.to_sitk()
-    field = sitk.TransformToDisplacementField(
-        transform.transform,
-        sitk.sitkVectorFloat64,
-        like.GetSize(),
-        like.GetOrigin(),
-        like.GetSpacing(),
-        like.GetDirection(),
-    )
-    vectors = itk_order(sitk.GetArrayFromImage(field)).astype(np.float32)
-    return WorldTransform(np.eye(fixed.dim + 1), np.ascontiguousarray(vectors), fixed.index_to_world())
+    return world_transform.sample(transform, fixed, np.eye(fixed.dim + 1))
+
+
+def _labels_in(labels: Image) -> set[int]:
+    return set(np.unique(labels.data).tolist()) - {0}
 
 
 def _label_tensor(labels: Image) -> Tensor:

@@ -1,31 +1,35 @@
-"""Where the transforms to be evaluated come from: folders, tables, models."""
+"""Where the transforms to evaluate come from: folders, tables, models."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from carlreg.errors import InputError
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, PathLike, map_points
 from carlreg.files.tables import FILES, SIDES, Pair, stem
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.paper_data.dataset import PLAIN, Dataset
+from carlreg.registration.api import register
+
+log = logging.getLogger(__name__)
 
 WorldMap = WorldTransform | ItkTransform
-BAD_INPUT = (ValueError, TypeError, OSError, RuntimeError, ImportError, ArithmeticError, LookupError, MemoryError)
-
-
-# ---- results and where they come from -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,37 +41,39 @@ class Result:
     seconds: float = math.nan
     peak_gib: float = math.nan
     inverse_consistency_mm: float = math.nan
-    """Where the method says it itself; otherwise it is measured, if there is an inverse."""
+    """As the method reports it; otherwise it is measured, if there is an inverse."""
 
 
 Method = Callable[[Pair, Image, Image], Result]
-"""A pair and its fixed and moving image to a result."""
+"""From a pair, its fixed and its moving image to a result."""
 
 
 def identity(pair: Pair, fixed: Image, moving: Image) -> Result:
-    """Before registration: the two worlds as their headers have them."""
-    dim = fixed.dim
-    still = WorldTransform(np.eye(dim + 1), np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+    """No registration: the two worlds as the images' headers place them."""
+    still = WorldTransform.linear(np.eye(fixed.dim + 1))
     return Result(still, still)
+
+
+# ---- results in files -----------------------------------------------------------------------------------------------
 
 
 def listed(pair: Pair, fixed: Image, moving: Image) -> Result:
     """The files in the pair's columns `transform` and `inverse`."""
     if not pair.transform:
-        raise ValueError("no result is given; expected its file in the column 'transform'")
+        raise InputError("no result was given; expected its file in the column 'transform'")
     return _from_files(pair.transform, pair.inverse, fixed, moving)
 
 
 def from_list(pairs: Sequence[Pair]) -> Method:
-    """The files that another list of pairs gives for the same images, or for a pair of the same name."""
-    by_images = {(_absolute(pair.fixed), _absolute(pair.moving)): pair for pair in pairs}
+    """The files that another table gives for the same images, or for a pair of the same name."""
+    by_images = {image_files(pair): pair for pair in pairs}
     by_name = {pair.name: pair for pair in pairs}
 
     def find(pair: Pair, fixed: Image, moving: Image) -> Result:
-        found = by_images.get((_absolute(pair.fixed), _absolute(pair.moving)), by_name.get(pair.name))
-        if found is None:
-            raise ValueError("the list of results does not have it; expected the same images in a row of it")
-        return listed(found, fixed, moving)
+        match = by_images.get(image_files(pair), by_name.get(pair.name))
+        if match is None:
+            raise InputError("the table of results does not list this pair; expected a row with the same images")
+        return listed(match, fixed, moving)
 
     return find
 
@@ -75,110 +81,68 @@ def from_list(pairs: Sequence[Pair]) -> Method:
 def in_folder(folder: PathLike) -> Method:
     """Results in a folder: each pair's in a folder of its name, as `carl register` or ANTs write them, or in a file.
 
-    Folders of `carl register` are also known by the images that their report names.
+    Folders of `carl register` are also found by the images that their report names.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"{root} is not a folder; expected a folder of results, a CSV of pairs or a model")
-    reported = {}
-    for report in sorted(root.glob("**/report.json")):
-        inputs = _read_json(report).get("inputs", {})
-        reported[tuple(_absolute(_path(inputs, side)) for side in ("fixed", "moving"))] = report.parent
+        raise InputError(f"{root} is not a folder; expected a folder of results, a CSV file of pairs or a model")
+    reported = {image_files(pair): root / pair.name for pair in _reported_pairs(root)}
 
     def find(pair: Pair, fixed: Image, moving: Image) -> Result:
-        place = reported.get((_absolute(pair.fixed), _absolute(pair.moving)), root / pair.name)
-        forward, backward = _find_files(place, root, pair)
-        if not forward:
-            raise ValueError(f"{root} holds no result for it; expected {pair.name}/transform.h5, say")
-        return _from_files(forward, backward, fixed, moving)
+        return from_folder(reported.get(image_files(pair), root / pair.name), pair, fixed, moving, root=root)
 
     return find
 
 
-def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image, moving: Image) -> Result:
-    inverse: PointMap | None = None
-    if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: the affine part is to be inverted, the warp is
-        affine, warp = transform_files.read(backward[0]), transform_files.read(backward[1])
-        if isinstance(affine, WorldTransform):
-            undo = np.linalg.inv(affine.affine)
-            inverse = lambda points: warp(map_points(undo, points))  # noqa: E731
-    elif backward:
-        inverse = read_result(backward, moving)
-    return Result(read_result(forward, fixed), inverse, **_told(forward[0].parent))
+def from_folder(own: Path, pair: Pair, fixed: Image, moving: Image, *, root: Path) -> Result:
+    """The result in a pair's own folder, or in a file of `root` with the pair in its name."""
+    forward, backward = _find_files(own, root, pair)
+    if not forward:
+        raise InputError(f"{root} holds no result for this pair; expected for example {pair.name}/transform.h5")
+    return _from_files(forward, backward, fixed, moving)
 
 
-def by_model(model: str, *, save: PathLike | None = None, **options: Any) -> Method:
-    """Register again, by `carlreg.register` with these options. Results are kept in `save`, a folder a pair.
-
-    Time is that of the whole call, the reading of the images included.
-    """
-
-    def run(pair: Pair, fixed: Image, moving: Image) -> Result:
-        from carlreg.registration.api import register
-
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        # By their paths, so that the report names them; what SimpleITK cannot read is given as it was read.
-        files = {"fixed": pair.fixed, "moving": pair.moving}
-        inputs: dict[str, Any] = files if pair.read_image is images.read else {"fixed": fixed, "moving": moving}
-        masks = {f"{side}_mask": getattr(pair, f"{side}_mask") for side in files}
-        started = time.perf_counter()
-        registration = register(**inputs, model=model, **masks, **options)
-        seconds = time.perf_counter() - started
-        if save is not None:
-            registration.save(Path(save) / pair.name, overwrite=True)
-        consistency = registration.metrics.get("inverse_consistency_mm", math.nan)
-        return Result(registration.transform, registration.inverse, seconds, peak_memory(), consistency)
-
-    return run
+def pairs_of(folder: PathLike) -> list[Pair]:
+    """The pairs whose results `carl register` wrote to a folder, with the input files that the reports name."""
+    pairs = _reported_pairs(Path(folder))
+    if not pairs:
+        raise InputError(f"{folder} holds no report.json of `carl register`; expected results, or a CSV file of pairs")
+    return [pair if pair.name != "." else replace(pair, name=stem(Path(folder).resolve())) for pair in pairs]
 
 
-def peak_memory() -> float:
-    """GiB: of the GPU since its count was reset, where there is one; otherwise the most this process ever held."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
-    """T from the files of a result: a transform of ITK's, displacements in millimetres on the fixed grid, ANTs' pair of
-    both, or displacements in voxels as Learn2Reg wants them, (*shape, D) in a plain NIfTI image."""
-    if len(files) == 1 and transform_files.is_learn2reg(files[0]):
-        return transform_files.read_learn2reg(files[0], fixed)
-    found = transform_files.read(list(files))
-    dim = found.dim if isinstance(found, WorldTransform) else found.transform.GetDimension()
-    if dim != fixed.dim:
-        raise ValueError(f"{files[0]} is a {dim}-D transform for {fixed.dim}-D images; expected the same")
-    if isinstance(found, WorldTransform) and max(found.displacement.shape[:-1]) > 1:
-        _check_cover(found, files[0], fixed)
-    return found
+def _reported_pairs(root: Path) -> list[Pair]:
+    """A pair for each report, named after its folder within `root`."""
+    pairs = []
+    for report in sorted(root.glob("**/report.json")):
+        inputs = _read_json(report).get("inputs", {})
+        files: dict[str, Any] = {column: _path(inputs, column) for column in FILES}
+        for side in SIDES:
+            files[side] = files[side] or report.parent / f"{side} image, given in memory"
+        pairs.append(Pair(str(report.parent.relative_to(root)), **files))
+    return pairs
 
 
-def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
-    shape = transform.displacement.shape[:-1]
-    if path.name.lower().endswith((".nii", ".nii.gz")) and shape != fixed.shape:
-        raise ValueError(f"{path} has {_times(shape)} voxels; expected {_times(fixed.shape)}, as the fixed image has")
-    ends = np.stack(np.meshgrid(*([0, n - 1] for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, fixed.dim)
-    index = map_points(np.linalg.inv(transform.lattice), map_points(fixed.affine, ends))
-    if ((index < -1) | (index > np.array(shape))).any():
-        raise ValueError(
-            f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "
-            f"{_times(fixed.shape)} voxels; expected a result for this pair"
-        )
+def _path(inputs: dict[str, Any], name: str) -> Path | None:
+    """The file of an input, as a report names it."""
+    described = inputs.get(name, {})
+    path = described.get("path", described.get("name"))
+    return Path(path) if path else None
 
 
-def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of T and of its inverse: in the pair's own folder, or in the common one with the pair in their name."""
-    ids = "_".join(re.sub(r"^\D+_?|_0000$", "", stem(path or "")) for path in (pair.fixed, pair.moving))
+def image_files(pair: Pair) -> tuple[str, str]:
+    """The real paths of both images, by which results are found."""
+    return os.path.realpath(pair.fixed), os.path.realpath(pair.moving)
+
+
+def _find_files(own: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The files of T and of its inverse, none if there is no result."""
+    ids = "_".join(re.sub(r"^\D+_?|_0000$", "", stem(path)) for path in (pair.fixed, pair.moving))
     candidates = [
-        ([place / "transform.h5"], [place / "inverse_transform.h5"]),
-        ([place / "warp.nii.gz"], [place / "inverse_warp.nii.gz"]),
+        ([own / "transform.h5"], [own / "inverse_transform.h5"]),
+        ([own / "warp.nii.gz"], [own / "inverse_warp.nii.gz"]),
         *(
             ([warp, affine], [affine, Path(f"{start}1InverseWarp.nii.gz")])
-            for warp in sorted(place.glob("*1Warp.nii.gz"))
+            for warp in sorted(own.glob("*1Warp.nii.gz"))
             for start in [str(warp)[: -len("1Warp.nii.gz")]]
             for affine in [Path(f"{start}0GenericAffine.mat")]
         ),
@@ -191,51 +155,132 @@ def _find_files(place: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], 
     return (), ()
 
 
-def _told(folder: Path) -> dict[str, float]:
-    """What the report beside a result says of it."""
+def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image, moving: Image) -> Result:
+    @cache
+    def inverse() -> PointMap:
+        """Read when it is used, so that a damaged file costs one figure and not the pair."""
+        if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: invert the affine part, the warp is inverted
+            affine, warp = transform_files.read(backward[0]), transform_files.read(backward[1])
+            if not isinstance(affine, WorldTransform):
+                raise InputError(f"{backward[0]} is not an affine transform; expected one, as ANTs writes it")
+            undo = np.linalg.inv(affine.affine)
+            return lambda points: warp(map_points(undo, points))
+        return read_result(backward, moving)
+
+    backward_map: PointMap | None = (lambda points: inverse()(points)) if backward else None
+    return Result(read_result(forward, fixed), backward_map, **_reported_figures(forward[0].parent))
+
+
+def _reported_figures(folder: Path) -> dict[str, float]:
+    """Time, memory and inverse consistency from the report beside a result."""
     report = _read_json(folder / "report.json")
     metrics, seconds, memory = (report.get(key) or {} for key in ("metrics", "seconds", "peak_memory_gb"))
-    found = {
+    figures = {
         "seconds": seconds.get("total", metrics.get("seconds")),
         "peak_gib": memory.get("gpu", memory.get("process", metrics.get("peak_gib"))),
         "inverse_consistency_mm": metrics.get("inverse_consistency_mm"),
     }
-    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
-
-
-def pairs_of(folder: PathLike) -> list[Pair]:
-    """The pairs that a folder of results of `carl register` is about, by the files that the reports name."""
-    pairs = []
-    for report in sorted(Path(folder).glob("**/report.json")):
-        inputs = _read_json(report).get("inputs", {})
-        name = str(report.parent.relative_to(folder)) if report.parent != Path(folder) else stem(folder)
-        files: dict[str, Any] = {column: _path(inputs, column) for column in FILES}
-        for side in SIDES:
-            files[side] = files[side] or report.parent / f"{side} image, given in memory"
-        pairs.append(Pair(name, **files))
-    if not pairs:
-        raise ValueError(f"{folder} holds no report.json of `carl register`; expected results, or give a CSV of pairs")
-    return pairs
-
-
-def _path(inputs: dict[str, Any], name: str) -> Path | None:
-    """The file of an input, as a report names it."""
-    described = inputs.get(name, {})
-    path = described.get("path", described.get("name"))
-    return Path(path) if path else None
-
-
-def _absolute(path: PathLike | None) -> str | None:
-    return None if path is None else os.path.realpath(path)
+    return {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
+    """T from the files of a result: an ITK transform, displacements in millimetres on the fixed grid, ANTs' pair of
+    both, or displacements in voxels as in Learn2Reg, (*shape, D) in a plain NIfTI image."""
+    if len(files) == 1 and transform_files.is_learn2reg(files[0]):
+        return transform_files.read_learn2reg(files[0], fixed)
+    transform = transform_files.read(list(files))
+    if transform.dim != fixed.dim:
+        raise InputError(f"{files[0]} is a {transform.dim}-D transform for {fixed.dim}-D images; expected the same")
+    if isinstance(transform, WorldTransform) and not transform.is_linear:
+        _check_cover(transform, files[0], fixed)
+    return transform
+
+
+def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
+    shape = transform.displacement.shape[:-1]
+    if path.name.lower().endswith((".nii", ".nii.gz")) and shape != fixed.shape:
+        raise InputError(f"{path} has {_times(shape)} voxels; expected {_times(fixed.shape)}, as the fixed image has")
+    ends = np.stack(np.meshgrid(*([0, n - 1] for n in fixed.shape), indexing="ij"), axis=-1).reshape(-1, fixed.dim)
+    index = map_points(np.linalg.inv(transform.lattice), map_points(fixed.affine, ends))
+    if ((index < -1) | (index > np.array(shape))).any():
+        raise InputError(
+            f"{path} has displacements on {_times(shape)} points that do not cover the fixed image of "
+            f"{_times(fixed.shape)} voxels; expected a result for this pair"
+        )
 
 
 def _times(shape: Sequence[int]) -> str:
     return " × ".join(str(n) for n in shape)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def by_model(
+    model: str | LoadedModel,
+    *,
+    save: PathLike | None = None,
+    dataset: Dataset = PLAIN,
+    device: str = "auto",
+    **options: Any,
+) -> Method:
+    """Register by `carlreg.register` with these options, one model for all pairs, prepared as `dataset` has it.
+
+    Results are kept in a folder for each pair within `save`. Time is that of the whole call, reading included.
+    """
+
+    @cache
+    def loaded() -> LoadedModel:
+        ready = load_model(model, device)
+        if dataset.prepare is None:
+            return ready
+        if ready.grid is not None and not ready.keeps_margins:
+            log.warning(
+                "%s was trained on a grid of %s, but sees images as the paper prepares this dataset; use --preparation "
+                "model for its own preparation",
+                ready.provenance["name"],
+                _times(ready.grid),
+            )
+        return replace(ready, prepare=dataset.prepare)
+
+    def run(pair: Pair, fixed: Image, moving: Image) -> Result:
+        network = loaded()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        # By their paths, so that the report names them; what SimpleITK cannot read is passed as it was read.
+        by_path = dataset.read_image is images.read
+        started = time.perf_counter()
+        registration = register(
+            fixed=pair.fixed if by_path else fixed,
+            moving=pair.moving if by_path else moving,
+            fixed_mask=pair.fixed_mask,
+            moving_mask=pair.moving_mask,
+            model=network,
+            device=device,
+            **options,
+        )
+        seconds = time.perf_counter() - started
+        if save is not None:
+            registration.save(Path(save) / pair.name, overwrite=True)
+        consistency = registration.metrics.get("inverse_consistency_mm", math.nan)
+        return Result(registration.transform, registration.inverse, seconds, _peak_gib(), consistency)
+
+    return run
+
+
+def _peak_gib() -> float:
+    """The GPU's peak memory since its count was reset; without a GPU, the most that this process ever held."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

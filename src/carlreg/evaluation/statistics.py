@@ -3,10 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method minus another, in one figure, on the pairs that both have."""
+
+    first: str
+    second: str
+    figure: str
+    pairs: int
+    mean_difference: float
+    interval: tuple[float, float]
+    """95 %, by bootstrap over pairs."""
+    p: float
+    """Of a two-sided test that flips the signs of the differences."""
+    won: int
+    """The number of pairs on which the first method is better."""
+
+
+def compare(
+    first: tuple[str, Mapping[str, float]],
+    second: tuple[str, Mapping[str, float]],
+    figure: str,
+    *,
+    higher_is_better: bool,
+) -> Comparison | None:
+    """Compare two methods, each its name and the figure of each pair; None if they have no pair in common."""
+    common = [pair for pair in first[1] if pair in second[1]]
+    differences = np.array([first[1][pair] - second[1][pair] for pair in common])
+    differences = differences[np.isfinite(differences)]
+    if not len(differences):
+        return None
+    means = np.random.default_rng(0).choice(differences, (10_000, len(differences))).mean(axis=1)
+    low, high = (float(x) for x in np.percentile(means, [2.5, 97.5]))
+    won = int(((differences > 0) if higher_is_better else (differences < 0)).sum())
+    mean_difference, p = float(differences.mean()), sign_flip_test(differences)
+    return Comparison(first[0], second[0], figure, len(differences), mean_difference, (low, high), p, won)
 
 
 def sign_flip_test(differences: np.ndarray[Any, Any]) -> float:
@@ -21,10 +59,12 @@ def sign_flip_test(differences: np.ndarray[Any, Any]) -> float:
     return float((means >= abs(differences.mean()) - 1e-12).mean())
 
 
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+def mean(values: Sequence[float]) -> float:
+    """The mean of the values that are not NaN."""
+    finite = [value for value in values if not math.isnan(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
-def _number(value: float) -> float | None:
+def or_none(value: float) -> float | None:
+    """For JSON, which has no NaN."""
     return None if math.isnan(value) else value

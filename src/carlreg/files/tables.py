@@ -11,19 +11,15 @@ import csv
 import io
 import logging
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from carlreg.errors import InputError
 from carlreg.files.atomic import write_atomically
-from carlreg.files.images import Image, Matrix, PathLike, map_points, read
-from carlreg.files.landmarks import read_points
+from carlreg.files.images import PathLike
 
 log = logging.getLogger(__name__)
 
@@ -34,39 +30,6 @@ RESULTS = ("transform", "inverse")
 COLUMNS = ("name", *FILES, *RESULTS, "split")
 IMAGE_COLUMNS = ("image", "labels", "split")
 SPLITS = ("train", "val", "test")
-
-
-def read_landmarks(path: Path, image: Image) -> Matrix:
-    """Landmarks (N, D) in world millimetres, LPS, from 3D Slicer's .fcsv or .mrk.json, or from a text file with a row
-    for each, split by commas or blanks.
-
-    A header may name the columns: `x, y, z` for LPS millimetres (the default), `r, a, s` for RAS millimetres, `i, j, k`
-    for indices of the image's voxels, from 0. Other columns are left out.
-    """
-    if path.name.lower().endswith((".fcsv", ".mrk.json")):
-        return read_points(path).positions
-    names = "xyz"[: image.dim]
-    rows: list[list[float]] = []
-    columns = list(range(image.dim))
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        words = [word for word in re.split(r"[,;\s]+", line.strip()) if word]
-        if not words or line.startswith("#"):
-            continue
-        header = [word.strip('"').lower() for word in words]
-        kind = next((kind for kind in ("xyz", "ras", "ijk") if set(kind[: image.dim]) <= set(header)), None)
-        if not rows and kind is not None:
-            names, columns = kind[: image.dim], [header.index(letter) for letter in kind[: image.dim]]
-            continue
-        try:
-            rows.append([float(words[column]) for column in columns])
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"{path}, line {number}, is {line!r}; expected {image.dim} numbers") from error
-    points = np.array(rows, dtype=np.float64).reshape(-1, image.dim)
-    if not len(points):
-        raise ValueError(f"{path} holds no landmarks; expected a row of {image.dim} numbers for each")
-    if names.startswith("r"):
-        return points * np.array([-1.0, -1.0, 1.0])[: image.dim]
-    return map_points(image.index_to_world(), points) if names.startswith("i") else points
 
 
 @dataclass(frozen=True)
@@ -87,13 +50,6 @@ class Pair:
     inverse: tuple[Path, ...] = ()
     split: str = ""
     """"train", "val" or "test", or empty if the table has no such column."""
-    read_image: Callable[[Path], Image] = read
-    read_points: Callable[[Path, Image], Matrix] = read_landmarks
-
-    def image(self, side: Side) -> Image:
-        """The "fixed" or the "moving" image."""
-        path: Path = getattr(self, side)
-        return self.read_image(path)
 
     def files(self) -> dict[str, Any]:
         """The input files by their column, as `register` takes them."""
@@ -107,38 +63,6 @@ class Scan:
     image: Path
     labels: Path | None = None
     split: str = ""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """One image of a dataset, and what belongs to it."""
-
-    name: str
-    image: Path
-    labels: Path | None = None
-    mask: Path | None = None
-
-
-def pair_of(fixed: Subject, moving: Subject) -> Pair:
-    """Two subjects as a pair, MOVING_to_FIXED."""
-    name = f"{moving.name}_to_{fixed.name}"
-    return Pair(name, fixed.image, moving.image, fixed.labels, moving.labels, fixed.mask, moving.mask)
-
-
-def every_pair(subjects: Sequence[Subject]) -> list[Pair]:
-    """All ordered pairs of different subjects."""
-    return [pair_of(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
-
-
-def require(files: Sequence[Path], root: Path, layout: str) -> None:
-    """Refuse a folder that lacks some of these files, saying which and what it should look like."""
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root} is not a folder; expected {layout}")
-    missing = [path for path in files if not path.is_file()]
-    if missing or not files:
-        first = f"lacks {missing[0].relative_to(root)}" if missing else "holds nothing of it"
-        others = f" and {len(missing) - 1} more of {len(files)} files" if len(missing) > 1 else ""
-        raise FileNotFoundError(f"{root} {first}{others}; expected {layout}")
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """DIR-Lab COPD: ten pairs of chest CT, inhalation and exhalation, with 300 landmarks each.
 
-Layout, as it is handed out, each case unpacked into a folder of any depth:
+Layout, as distributed, each case unpacked into a folder of any depth:
 
     copd1/copd1_iBHCT.img    copd1/copd1_300_iBH_xyz_r1.txt
     copd1/copd1_eBHCT.img    copd1/copd1_300_eBH_xyz_r1.txt
 
-A volume is 16-bit little-endian whole numbers, x quickest, without a header: sizes and spacings are those published
-with the set. A landmark file has a row x, y, z of voxel indices that count from 1. A lung mask may lie beside a volume
-as copd1_iBHCT_mask.nii.gz, on its grid.
+A volume holds 16-bit little-endian integers, x fastest, without a header: sizes and spacings are those published with
+the dataset. A landmark file has a row x, y, z of voxel indices that count from 1. DIR-Lab has no lung masks: a network
+trained as in the paper needs one beside each volume, copd1_iBHCT_mask.nii.gz, on its grid.
 
-The inhalation is the moving, the exhalation the fixed image. The paper registers scans of the same ten people in
-higher resolution, from COPDGene, and measures at the same landmarks.
+The inhalation is the moving image, the exhalation the fixed one. The paper registers scans of the same ten people in
+higher resolution, from COPDGene, and measures at the same landmarks. Preprocessing is that of COPDGene.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from carlreg.errors import InputError
 from carlreg.files.images import Image, Matrix, PathLike, from_array, map_points
-from carlreg.files.tables import Pair, Subject, pair_of, require
+from carlreg.files.tables import Pair
 from carlreg.paper_data.copdgene import GRID, preprocess
+from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
 
 CASES: dict[str, tuple[int, float]] = {
     "copd1": (121, 0.625),
@@ -37,7 +39,7 @@ CASES: dict[str, tuple[int, float]] = {
     "copd9": (116, 0.644),
     "copd10": (135, 0.742),
 }
-"""Slices, and the size of a voxel in plane, mm. Slices have 512 × 512 voxels and lie 2.5 mm apart."""
+"""Number of slices, and voxel size within a slice in mm. Slices have 512 × 512 voxels and are 2.5 mm apart."""
 IN_PLANE, SLICE = 512, 2.5
 LABELS: dict[int, str] = {}
 LAYOUT = "copd1/copd1_iBHCT.img, copd1_eBHCT.img, copd1_300_iBH_xyz_r1.txt, copd1_300_eBH_xyz_r1.txt, to copd10"
@@ -46,8 +48,7 @@ LAYOUT = "copd1/copd1_iBHCT.img, copd1_eBHCT.img, copd1_300_iBH_xyz_r1.txt, copd
 def check(root: PathLike) -> None:
     """Refuse a folder that lacks a volume or a landmark file of the ten cases."""
     root = Path(root)
-    found = [_find(root, case, name) for case in CASES for phase in "ie" for name in _names(case, phase)]
-    require(found, root, LAYOUT)
+    require([_find(root, case, name) for case in CASES for phase in "ie" for name in _names(case, phase)], root, LAYOUT)
 
 
 def subjects(root: PathLike, split: str = "test") -> list[Subject]:
@@ -66,26 +67,24 @@ def pairs(root: PathLike, split: str = "test") -> list[Pair]:
             name=case,
             fixed_landmarks=_find(root, case, _names(case, "e")[1]),
             moving_landmarks=_find(root, case, _names(case, "i")[1]),
-            read_image=read,
-            read_points=read_landmarks,
         )
         for case in CASES
     ]
 
 
 def read(path: PathLike) -> Image:
-    """One volume in Hounsfield units. The first slice is the uppermost: the third axis runs downwards."""
+    """Read a volume in Hounsfield units. The first slice is the uppermost: the third axis runs downwards."""
     path = Path(path)
     match = re.match(r"copd\d+", path.name)
     if match is None or match[0] not in CASES:
-        raise ValueError(f"{path} is not named after one of the ten cases; expected copd1_iBHCT.img, say")
+        raise InputError(f"{path} is not named after one of the ten cases; expected a name like copd1_iBHCT.img")
     slices, side = CASES[match[0]]
     shape = (IN_PLANE, IN_PLANE, slices)
     expected = 2 * IN_PLANE * IN_PLANE * slices
     if path.stat().st_size != expected:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; expected {expected} for {shape} voxels of 16 bits")
+        raise InputError(f"{path} has {path.stat().st_size} bytes; expected {expected} for {shape} voxels of 16 bits")
     data = np.fromfile(path, "<i2").reshape(shape[::-1]).T
-    if data.min() >= 0:  # shifted, as scanners store it
+    if data.min() >= 0:  # stored 1024 above Hounsfield units
         data = data - 1024
     return from_array(data, np.diag([side, side, -SLICE, 1.0]), name=str(path))
 
@@ -95,7 +94,7 @@ def read_landmarks(path: PathLike, image: Image) -> Matrix:
     try:
         index = np.loadtxt(path, dtype=np.float64, ndmin=2)[:, :3]
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; expected rows of three numbers") from error
+        raise InputError(f"{path} cannot be read: {error}; expected rows of three numbers") from error
     return map_points(image.index_to_world(), index - 1)
 
 
@@ -113,4 +112,6 @@ def _subject(root: Path, case: str, phase: str) -> Subject:
     return Subject(image.stem, image, mask=mask if mask.is_file() else None)
 
 
-__all__ = ["CASES", "GRID", "LABELS", "check", "pairs", "preprocess", "read", "read_landmarks", "subjects"]
+DATASET = Dataset(pairs, LABELS, preprocess, read, read_landmarks)
+
+__all__ = ["CASES", "DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "read", "read_landmarks", "subjects"]

@@ -1,13 +1,14 @@
 """Learn2Reg AbdomenCTCT: abdominal CT, affinely aligned and resampled to 192 × 160 × 256, with 13 labelled organs.
 
-Layout, as the challenge hands it out:
+Layout, as distributed by the challenge:
 
     AbdomenCTCT_dataset.json
     imagesTr/AbdomenCTCT_0001_0000.nii.gz    imagesTs/…
     labelsTr/AbdomenCTCT_0001_0000.nii.gz
 
-The JSON lists the training images under "training" and the pairs to validate on under "registration_val". The test
-pairs' labels are kept by the challenge: their results are to be handed in as displacements.
+The JSON file lists the training images under "training" and the validation pairs under "registration_val". The
+challenge keeps the labels of the test pairs: their results are submitted as displacements. Preprocessing is that of
+Abdomen1K.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from carlreg.errors import InputError
 from carlreg.files.images import PathLike
-from carlreg.files.tables import Pair, Subject, pair_of, require, stem
+from carlreg.files.tables import Pair, stem
 from carlreg.paper_data.abdomen1k import GRID, preprocess
+from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
 
 LABELS = dict(
     enumerate(
@@ -35,13 +38,13 @@ LAYOUT = f"{FILE}, imagesTr/ and labelsTr/"
 
 
 def check(root: PathLike) -> None:
-    """Refuse a folder without its JSON, or without an image or a label map of the validation pairs."""
-    found = [_subject(Path(root), name) for row in _listed(root, KEYS["val"]) for name in row.values()]
-    require([path for one in found for path in (one.image, one.labels) if path], Path(root), LAYOUT)
+    """Refuse a folder that lacks its JSON file, or an image or a label map of the validation pairs."""
+    needed = [_subject(Path(root), name) for row in _listed(root, KEYS["val"]) for name in row.values()]
+    require([path for one in needed for path in (one.image, one.labels) if path], Path(root), LAYOUT)
 
 
 def subjects(root: PathLike, split: str = "train") -> list[Subject]:
-    """The training images; for "val" those of the validation pairs."""
+    """The training images, or for "val" those of the validation pairs."""
     if split == "train":
         names = [row["image"] for row in _listed(root, "training")]
     else:
@@ -52,7 +55,7 @@ def subjects(root: PathLike, split: str = "train") -> list[Subject]:
 
 
 def pairs(root: PathLike, split: str = "val") -> list[Pair]:
-    """The pairs of the JSON."""
+    """The pairs of the JSON file."""
     if split == "val":
         check(root)
     return [
@@ -64,13 +67,16 @@ def pairs(root: PathLike, split: str = "val") -> list[Pair]:
 def _listed(root: PathLike, key: str) -> list[dict[str, str]]:
     path = Path(root) / FILE
     require([path], Path(root), LAYOUT)
-    found: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
-    if not isinstance(found, list) or not found:
-        raise ValueError(f"{path} lists nothing under {key!r}; expected the challenge's own file")
-    wanted = {"image"} if key == "training" else {"fixed", "moving"}
-    if any(not isinstance(row, dict) or not wanted <= set(row) for row in found):
-        raise ValueError(f"{path} has rows under {key!r} without {' and '.join(sorted(wanted))}")
-    return [{name: row[name] for name in wanted} for row in found]
+    try:
+        rows: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({error}); expected the challenge's own file") from error
+    if not isinstance(rows, list) or not rows:
+        raise InputError(f"{path} lists nothing under {key!r}; expected the challenge's own file")
+    names = ("image",) if key == "training" else ("fixed", "moving")
+    if any(not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names) for row in rows):
+        raise InputError(f"{path} has rows under {key!r} without {' and '.join(names)}; expected the challenge's file")
+    return [{name: row[name] for name in names} for row in rows]
 
 
 def _subject(root: Path, name: str) -> Subject:
@@ -80,4 +86,6 @@ def _subject(root: Path, name: str) -> Subject:
     return Subject(number, image, labels if "Tr" in image.parent.name or labels.is_file() else None)
 
 
-__all__ = ["GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]
+DATASET = Dataset(pairs, LABELS, preprocess)
+
+__all__ = ["DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

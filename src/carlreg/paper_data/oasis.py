@@ -1,4 +1,4 @@
-"""Labelled brains of OASIS, as in the MICCAI 2012 multi-atlas labelling challenge (MALC), in one of two layouts.
+"""Labelled brains of OASIS, from the MICCAI 2012 multi-atlas labelling challenge (MALC), in one of two layouts.
 
 The challenge's own:
 
@@ -10,7 +10,7 @@ or images and labels side by side, with or without folders for the splits:
     train/1000.nii.gz   train/1000_labels.nii.gz
     val/1101.nii.gz     val/1101_labels.nii.gz
 
-The paper does not use this set; it stands in for HCP, with the same preprocessing.
+The paper does not use this dataset; it stands in for HCP, with the same preprocessing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from carlreg.files.images import PathLike
-from carlreg.files.tables import Pair, Subject, every_pair, require, stem
+from carlreg.files.tables import Pair, stem
+from carlreg.paper_data.dataset import Dataset, Subject, every_pair, require
 from carlreg.paper_data.hcp import GRID, preprocess
 
 LABELS = {
@@ -40,7 +41,7 @@ LAYOUT = "NAME.nii.gz with NAME_labels.nii.gz, or training-images/NAME.nii.gz wi
 
 
 def check(root: PathLike) -> None:
-    """Refuse a folder without images, or with images that have no labels."""
+    """Refuse a folder without images, or with an image that has no labels."""
     subjects(root, "val")
 
 
@@ -65,4 +66,6 @@ def pairs(root: PathLike, split: str = "val") -> list[Pair]:
     return every_pair(subjects(root, split))
 
 
-__all__ = ["GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]
+DATASET = Dataset(pairs, LABELS, preprocess)
+
+__all__ = ["DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

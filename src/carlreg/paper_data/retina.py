@@ -1,22 +1,25 @@
-"""DRIVE: vessels of the retina, drawn by hand, 20 GIFs of 565 × 584 pixels.
+"""DRIVE: vessels of the retina, segmented by hand, 20 GIFs of 565 × 584 pixels.
 
-Layout: the GIFs in one folder, 21_manual1.gif to 40_manual1.gif, or DRIVE itself, where they lie in
+Layout: the GIFs in one folder, 21_manual1.gif to 40_manual1.gif, or DRIVE itself, with the GIFs in
 training/1st_manual/. In the order of their names the first 14 are for training, the last 6 for testing.
 
-Vessels are 1, the rest 0. The paper makes pairs by warping these images at random and pools them by 4.
+Vessels are 1, the rest 0. The paper makes pairs by warping these images at random, and pools them by 4.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.files.images import Image, PathLike, from_array
-from carlreg.files.tables import Subject, require, stem
+from carlreg.files.tables import stem
 from carlreg.geometry.grids import pool
-from carlreg.paper_data.gif import read_gif
+from carlreg.paper_data.dataset import Subject, require
 
 COUNT, TRAIN = 20, 14
 LABELS = {1: "vessels"}
@@ -28,7 +31,7 @@ def check(root: PathLike) -> None:
     files = _files(Path(root))
     require(files, Path(root), LAYOUT)
     if len(files) != COUNT:
-        raise FileNotFoundError(f"{root} holds {len(files)} images; expected {COUNT}: {LAYOUT}")
+        raise InputError(f"{root} holds {len(files)} images; expected {COUNT}: {LAYOUT}")
 
 
 def subjects(root: PathLike, split: str = "train") -> list[Subject]:
@@ -38,8 +41,19 @@ def subjects(root: PathLike, split: str = "train") -> list[Subject]:
     return [Subject(stem(path), path) for path in (files[:TRAIN] if split == "train" else files[TRAIN:])]
 
 
+def read_gif(path: PathLike) -> npt.NDArray[np.uint8]:
+    """Brightness (height, width), 0 to 255, of a GIF's first image."""
+    import PIL.Image
+
+    try:
+        with PIL.Image.open(path, formats=("GIF",)) as file:
+            return np.asarray(file.convert("L"))
+    except (OSError, ValueError, EOFError, PIL.Image.DecompressionBombError) as error:
+        raise InputError(f"{path} cannot be read as a GIF ({error}); expected a whole one: copy it again") from error
+
+
 def read(path: PathLike) -> Image:
-    """A drawing as an image of 0 and 1, x first."""
+    """A segmentation as an image of 0 and 1, x first."""
     return from_array((read_gif(path).T > 127).astype("uint8"), name=str(path))
 
 
