@@ -30,8 +30,7 @@ from carlreg.fast.precision import Precision, mixed_precision
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.transforms import Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
-from carlreg.model.attention import coordinate_attention
-from carlreg.model.attention.reference import reference_attention
+from carlreg.model.attention import coordinate_attention, reference_attention
 from carlreg.model.unet import UNet
 from carlreg.model.zoo import carl
 from carlreg.objective.losses import registration_loss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from carlreg import DisplacementField
-from carlreg.fast.convolution import conv_by_patches
+from carlreg.fast.layers import convolve_patches
 from carlreg.geometry import grids
 from carlreg.geometry.grids import Grid, enlarge, interpolate
 from carlreg.model.encoder import Encoder
@@ -20,10 +20,10 @@ from carlreg.model.unet import UNet
 from carlreg.objective.losses import gaussian_blur, local_correlation
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
-channels = pytest.importorskip("carlreg.fast.channels")
-correlation = pytest.importorskip("carlreg.fast.correlation")
-sampling = pytest.importorskip("carlreg.fast.sampling")
-upsampling = pytest.importorskip("carlreg.fast.upsampling")
+channels = pytest.importorskip("carlreg.fast.kernels.channels")
+correlation = pytest.importorskip("carlreg.fast.kernels.correlation")
+sampling = pytest.importorskip("carlreg.fast.kernels.sampling")
+upsampling = pytest.importorskip("carlreg.fast.kernels.upsampling")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 3, 5, 7, 3), (1, 16, 9, 40), (3, 5, 1, 1, 2), (2, 128, 4, 5, 3)]
@@ -107,10 +107,11 @@ def test_networks_are_the_same_with_kernels(
     upstream = torch.randn_like(expected)
     expected.backward(upstream)
     calls = []
-    monkeypatch.setattr("carlreg.fast.take", lambda f: f.movedim(1, -1).is_contiguous() and not calls.append(1))
-    monkeypatch.setattr("carlreg.model.layers.channels_last", channels._channels_last)
-    monkeypatch.setattr("carlreg.fast.precision.channels_last", channels._channels_last)
-    monkeypatch.setattr("carlreg.model.unet.is_small", lambda _: False)
+    monkeypatch.setattr(
+        "carlreg.fast.layers._kernels_take", lambda f: f.movedim(1, -1).is_contiguous() and not calls.append(1)
+    )
+    monkeypatch.setattr("carlreg.fast.layers.channels_last", channels._channels_last)
+    monkeypatch.setattr("carlreg.fast.layers._is_small", lambda _: False)
     answer = fused(*images)
     answer.backward(upstream)
     assert len(calls) >= (10 if network is Encoder else (2 * training + 2 * (dim == 3)))
@@ -123,7 +124,7 @@ def test_networks_are_the_same_with_kernels(
 def test_convolution_by_patches(dim: int) -> None:
     image = torch.randn(2, 3, *(5, 4, 6)[:dim], dtype=torch.float64, device=DEVICE, requires_grad=True)
     layer = conv(dim)(3, 8, 3, padding="same", bias=False, dtype=torch.float64, device=DEVICE)
-    answer, expected = conv_by_patches(image, layer.weight), layer(image)
+    answer, expected = convolve_patches(image, layer.weight), layer(image)
     upstream = torch.randn_like(expected)
     assert_same((answer,), (expected,), 1e-12)
     assert_same(

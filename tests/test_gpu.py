@@ -16,10 +16,10 @@ from carlreg import (
     registration_loss,
     xi,
 )
+from carlreg.fast.layers import normalize
 from carlreg.fast.precision import mixed_precision
 from carlreg.geometry.fitting import random_rotation
 from carlreg.geometry.transforms import warp
-from carlreg.model.layers import normalize
 from carlreg.model.unet import UNet
 from carlreg.registration.rotation_search import look
 from carlreg.synthesis import random_anatomy

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from carlreg.fast.attention import LARGEST_LOGIT
 from carlreg.geometry.grids import Grid
-from carlreg.model.attention import attention_moments, coordinate_attention
-from carlreg.model.attention.reference import reference_attention
+from carlreg.model.attention import attention_moments, coordinate_attention, reference_attention
 
 pytest.importorskip("triton", minversion="3.2", reason="Triton 3.2 or later is not installed")
-kernel = pytest.importorskip("carlreg.fast.attention")
+kernel = pytest.importorskip("carlreg.fast.kernels.attention")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -134,12 +134,12 @@ def test_the_answer_is_a_convex_combination() -> None:
 
 def test_long_axes_keep_their_digits() -> None:
     """Positions beyond 256, which bfloat16 cannot hold, are split exactly."""
-    places = kernel._places((3, 7000, 2), torch.empty(0, dtype=torch.float16, device=DEVICE)).double()
+    positions = kernel._positions((3, 7000, 2), torch.empty(0, dtype=torch.float16, device=DEVICE)).double()
     assert torch.equal(
-        places[:, 4] + places[:, 6], torch.arange(7000.0, device=DEVICE).double().repeat_interleave(2).repeat(3)
+        positions[:, 4] + positions[:, 6], torch.arange(7000.0, device=DEVICE).double().repeat_interleave(2).repeat(3)
     )
     with pytest.raises(ValueError, match="expected at most 65536 voxels a side"):
-        kernel._places((70_000,), torch.empty(0, device=DEVICE))
+        kernel._positions((70_000,), torch.empty(0, device=DEVICE))
 
 
 def test_what_only_the_kernel_asks_for() -> None:
@@ -225,13 +225,13 @@ def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> Non
     from carlreg import fast
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert fast.why_none.__wrapped__(0) is None
+    assert fast.why_not.__wrapped__(0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
-    assert fast.why_none.__wrapped__(0) == "an old GPU is too old for it"
+    assert fast.why_not.__wrapped__(0) == "an old GPU has a compute capability below 8.0"
 
 
 def test_largest_logit_leaves_room() -> None:
     """exp of the largest logit, summed over 2^30 keys and times the largest coordinate squared, stays finite."""
-    assert kernel.LARGEST_LOGIT * kernel.LOG2_E + 30 + 2 * math.log2(256) < 127 + 16
-    assert kernel.LARGEST_LOGIT * kernel.LOG2_E + 30 < 127
+    assert LARGEST_LOGIT * kernel.LOG2_E + 30 + 2 * math.log2(256) < 127 + 16
+    assert LARGEST_LOGIT * kernel.LOG2_E + 30 < 127

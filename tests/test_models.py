@@ -25,7 +25,7 @@ from carlreg import (
     save,
     xi,
 )
-from carlreg.fast.convolution import _UpConv, conv_in_groups
+from carlreg.fast.layers import _TransposedConvolution, convolve_groups
 from carlreg.model.encoder import Encoder
 from carlreg.model.files import ModelFileError, describe, read_metadata
 from carlreg.model.layers import conv, transposed_conv
@@ -214,7 +214,7 @@ def test_the_product_for_weight_gradients_is_the_gradient(dim: int) -> None:
     layer = transposed_conv(dim)(5, 3, 4, stride=2, padding=1).double()
     features = torch.rand(2, 5, *(6, 4, 7)[:dim], dtype=torch.float64, requires_grad=True)
     inputs = features, layer.weight, layer.bias
-    expected, answer = layer(features), _UpConv.apply(*inputs)
+    expected, answer = layer(features), _TransposedConvolution.apply(*inputs)
     assert torch.equal(answer, expected)
     upstream = torch.rand_like(expected)
     for ours, theirs in zip(
@@ -228,7 +228,7 @@ def test_the_product_for_weight_gradients_is_the_gradient(dim: int) -> None:
 def test_convolution_in_groups_is_the_same_convolution(dim: int, side: int) -> None:
     layer = conv(dim)(5, 3, 3, padding=1).double()
     features = torch.rand(2, 5, *(6, 7)[: dim - 1], side, dtype=torch.float64)
-    assert torch.allclose(conv_in_groups(features, layer), layer(features), atol=1e-12)
+    assert torch.allclose(convolve_groups(layer, features), layer(features), atol=1e-12)
 
 
 # ---- trained models -------------------------------------------------------------------------------------------------

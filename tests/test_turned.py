@@ -313,7 +313,7 @@ def test_an_encoder_with_sides_reaches_as_far_as_it_says_and_is_kept_in_files(tm
     assert len(list(model.parameters())) == len(list(again.parameters()))
     # A network without is described as it was before there were any: older runs go on, older versions read the file.
     assert "handed" not in json.dumps(describe(carl_rot(2, 2, width=8, unet_down=(4, 4), unet_up=(4, 4))))
-    with pytest.raises(ValueError, match="3 determinants of 3 channels each take more than the 8 there are"):
+    with pytest.raises(ValueError, match="3 determinants of 3 channels each need 9 channels; the encoder has 8"):
         Encoder(3, width=8, handed=3)
 
 

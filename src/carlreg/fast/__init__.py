@@ -1,46 +1,59 @@
-"""Triton kernels for what PyTorch does in many passes over memory. Each has a plain expression beside it where it is
-used, which other devices take: the same answer, more slowly."""
+"""Code that exists only for speed on a GPU. Everything here has a plain expression that gives the same result.
+
+`sample` and `local_correlation` return None where their kernels do not run, and the caller then evaluates the plain
+expression. `layers` has replacements for layers of a network, `attention` chooses the backend of coordinate attention.
+Triton is imported only where a kernel runs.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
-def run_on(tensor: Tensor) -> bool:
-    """Whether kernels can work on this tensor: on an NVIDIA GPU, where Triton is present."""
-    return tensor.is_cuda and why_none(tensor.device.index or 0) is None
-
-
-def take(features: Tensor) -> bool:
-    """Whether kernels were made for these features (B, C, *shape): in half precision, channels last in memory,
-    which PyTorch has in 2-D and 3-D."""
-    half = features.dtype in (torch.bfloat16, torch.float16)
-    return half and features.dim() > 3 and features.movedim(1, -1).is_contiguous() and run_on(features)
-
-
-def sample(values: Tensor, points: Tensor) -> bool:
-    """Whether kernels interpolate these values (B, C, *shape) at these points (B, ..., D): a few channels in float32.
-    Their gradients are added up in no particular order."""
-    single = values.dtype == points.dtype == torch.float32 and values.device == points.device
-    few = 0 < values.shape[1] <= 4 and values.numel() > 0 and points.numel() > 0
-    return single and few and not torch.are_deterministic_algorithms_enabled() and run_on(values)
+def runs_on(tensor: Tensor) -> bool:
+    """Whether the kernels can run on this tensor's device: an NVIDIA GPU, with Triton installed."""
+    return tensor.is_cuda and why_not(tensor.device.index or 0) is None
 
 
 @functools.cache
-def why_none(device: int) -> str | None:
-    """What keeps that GPU from running kernels, or None."""
+def why_not(device: int) -> str | None:
+    """Why that GPU cannot run the kernels, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     version: str = importlib.import_module("triton").__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 2):
-        return f"Triton {version} is too old for it"
+        return f"Triton {version} is older than 3.2"
     if torch.version.hip is not None:
         return "it was written for NVIDIA GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is too old for it"
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
     return None
+
+
+def sample(values: Tensor, points: Tensor, *, mirror: bool = False, add: bool = False) -> Tensor | None:
+    """`kernels.sampling.sample` for up to four channels in float32, else None.
+
+    Its gradients are not deterministic: they are summed in no fixed order.
+    """
+    single = values.dtype == points.dtype == torch.float32 and values.device == points.device
+    few = 0 < values.shape[1] <= 4 and values.numel() > 0 and points.numel() > 0
+    if not (single and few and not torch.are_deterministic_algorithms_enabled() and runs_on(values)):
+        return None
+    from carlreg.fast.kernels import sampling
+
+    return sampling.sample(values, points, mirror=mirror, add=add)
+
+
+def local_correlation(first: Tensor, second: Tensor, blur: Callable[[Tensor], Tensor], epsilon: float) -> Tensor | None:
+    """`kernels.correlation.local_correlation` of images in float32, else None."""
+    if not (first.dtype == second.dtype == torch.float32 and runs_on(first)):
+        return None
+    from carlreg.fast.kernels import correlation
+
+    return correlation.local_correlation(first, second, blur, epsilon)

@@ -7,14 +7,14 @@ import torch
 from carlreg.errors import InputError
 
 
-def choose_device(device: str | torch.device) -> torch.device:
-    """A device by name; 'auto' is the GPU, where there is one."""
-    if device == "auto":
+def choose_device(name: str | torch.device) -> torch.device:
+    """The device of that name; 'auto' is the GPU if there is one, else the CPU."""
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise InputError(f"unknown device {device!r}; expected 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device is {device!r}, but PyTorch sees no CUDA GPU here; expected 'cpu' or 'auto'")
-    return place
+        raise InputError(f"unknown device {name!r}; expected 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device is {name!r}, but PyTorch finds no CUDA GPU; expected 'cpu' or 'auto'")
+    return device

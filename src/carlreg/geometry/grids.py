@@ -104,10 +104,10 @@ def interpolate(
         raise InputError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     if not image.is_floating_point() and mode == "linear":
         raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
-    if mode == "linear" and outside == "border" and fast.sample(image, points):
-        from carlreg.fast.sampling import sample
-
-        return sample(image, points)
+    if mode == "linear" and outside == "border":
+        sampled = fast.sample(image, points)
+        if sampled is not None:
+            return sampled
     leading, dtype = points.shape[1:-1], image.dtype
     image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])

@@ -163,10 +163,9 @@ class DisplacementField(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
-        if fast.sample(self.displacement, points):
-            from carlreg.fast.sampling import sample
-
-            return sample(self.displacement, points, mirror=self.extrapolate == "mirror", add=True)
+        moved = fast.sample(self.displacement, points, mirror=self.extrapolate == "mirror", add=True)
+        if moved is not None:
+            return moved
         inside = points.clamp(0, 1)
         if self.extrapolate == "clamp":
             return points + self._sample(inside)

@@ -1,4 +1,4 @@
-"""The two convolutional networks of the paper: tensors in, tensors out, in one to three dimensions."""
+"""The convolutional network that turns voxels into feature vectors, Conv_θ of Ξθ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg.errors import InputError
-from carlreg.fast.precision import channels_last, network_input
+from carlreg.fast.layers import ChannelsLast, channels_last, convolve, network_input, normalize
 from carlreg.geometry.jacobian import determinant
-from carlreg.model.layers import Network, batch_norm, check_dimension, conv, convolve, normalize
+from carlreg.model.layers import batch_norm, check_dimension, conv
 
 
 class ResidualBlock(nn.Module):
-    """Normalise, then add what a chain of dilated convolutions makes of the normalised input."""
+    """Normalise the features, then add the output of a chain of dilated convolutions to them."""
 
     def __init__(self, dim: int, width: int, dilations: Sequence[int]) -> None:
         super().__init__()
@@ -33,18 +33,20 @@ class ResidualBlock(nn.Module):
 
 
 class Handedness(nn.Module):
-    """Adds to features what tells a body's left from its right: det(∇a, ∇b, ∇c) of their own channels a, b, c.
+    """Add features that distinguish left from right: det(∇a, ∇b, ∇c) of channels a, b, c.
 
-    Features that stay the same however a body is turned say how deep a place lies, how far up and how far in front, but
-    hardly on which side: where a body is its own mirror image, its sides differ by a reflection alone. The gradients of
-    such features turn with the body, and their determinant stays; in a mirror it changes its sign. `count` determinants
-    of D channels each are taken, from differences over `distance` voxels to either side, and mixed into all channels.
+    Features that do not change when a body is rotated can encode how deep, how high and how far forward a point lies,
+    but hardly on which side: the sides of a symmetric body differ by a reflection alone. The gradients of such features
+    rotate with the body, so their determinant does not change; a reflection changes its sign. `count` determinants of D
+    channels each are computed, from differences over `distance` voxels to either side, and mixed into all channels.
     """
 
     def __init__(self, dim: int, width: int, count: int, distance: int = 2) -> None:
         super().__init__()
         if dim * count > width:
-            raise InputError(f"{count} determinants of {dim} channels each take more than the {width} there are")
+            raise InputError(
+                f"{count} determinants of {dim} channels each need {dim * count} channels; the encoder has {width}"
+            )
         self.dim, self.count, self.distance = dim, count, distance
         self.norm = batch_norm(dim)(count)
         self.mix = conv(dim)(count, width, 1)
@@ -64,11 +66,11 @@ def _difference(values: Tensor, axis: int, distance: int) -> Tensor:
     return (padded.narrow(axis, 2 * distance, side) - padded.narrow(axis, 0, side)) / 2
 
 
-class Encoder(Network):
+class Encoder(ChannelsLast):
     """Conv_θ of Ξθ: a feature vector for every voxel, at the image's own resolution, so integer shifts pass through.
 
-    A voxel's features depend on its neighbours up to `reach` voxels away. With `handed`, so many determinants of what
-    comes out are added to it (`Handedness`); the paper has none.
+    A voxel's features depend on its neighbours up to `reach` voxels away. `handed` is the number of determinants that
+    `Handedness` adds to the features; the paper has none.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class Encoder(Network):
 
 
 class Symmetrized(nn.Module):
-    """An encoder averaged over a group of axis-aligned rotations: mean of g⁻¹ · Conv(g · image).
+    """An encoder averaged over a group of rotations of the grid: mean of g⁻¹ · Conv(g · image).
 
-    "pi" takes the half turns about the axes (4 of them with the identity in 3-D, 2 in 2-D), as the paper does;
-    "quarter" takes all rotations that map the voxel grid to itself (24 in 3-D, 4 in 2-D). The result commutes with
-    each of them, so Ξθ becomes [W, U] equivariant to them.
+    "pi" is the group of half turns about the axes (4 with the identity in 3-D, 2 in 2-D), as in the paper; "quarter"
+    is that of all rotations that map the voxel grid to itself (24 in 3-D, 4 in 2-D). The result commutes with each of
+    them, so Ξθ becomes [W, U] equivariant to them.
     """
 
     def __init__(self, encoder: Encoder, group: Literal["pi", "quarter"] = "pi") -> None:
@@ -116,11 +118,11 @@ class Symmetrized(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         rotations = list(axis_rotations(self.dim, self.group))
-        turned = [rotate_grid(image, *g) for g in rotations]
-        if self.training and len({one.shape for one in turned}) == 1:  # one batch is faster, but takes more memory
-            features = self.encoder(torch.cat(turned)).chunk(len(turned))
+        rotated = [rotate_grid(image, *g) for g in rotations]
+        if self.training and len({one.shape for one in rotated}) == 1:  # one batch is faster, but needs more memory
+            features = self.encoder(torch.cat(rotated)).chunk(len(rotated))
         else:
-            features = [self.encoder(one) for one in turned]
+            features = [self.encoder(one) for one in rotated]
         back = [unrotate_grid(part, *g) for part, g in zip(features, rotations, strict=True)]
         return torch.stack(back).mean(dim=0)  # mean of g⁻¹ · Conv(g · image)
 
@@ -129,7 +131,7 @@ Axes = tuple[int, ...]
 
 
 def axis_rotations(dim: int, group: Literal["pi", "quarter"]) -> Iterator[tuple[Axes, Axes]]:
-    """The rotations of the voxel grid as (permutation of the axes, axes to flip afterwards), determinant +1."""
+    """Rotations of the voxel grid as (permutation of the axes, axes to flip afterwards), with determinant +1."""
     for axes in itertools.permutations(range(dim)) if group == "quarter" else [tuple(range(dim))]:
         swaps = sum(axes[i] > axes[j] for i in range(dim) for j in range(i + 1, dim))
         for count in range(swaps % 2, dim + 1, 2):  # an odd permutation needs an odd number of flips
@@ -138,7 +140,7 @@ def axis_rotations(dim: int, group: Literal["pi", "quarter"]) -> Iterator[tuple[
 
 
 def rotate_grid(image: Tensor, axes: Axes, flips: Axes) -> Tensor:
-    """Turn the spatial axes of (B, C, *shape): permute them, then flip."""
+    """Permute the spatial axes of (B, C, *shape), then flip."""
     return image.permute(0, 1, *(2 + a for a in axes)).flip([2 + f for f in flips])
 
 

@@ -10,19 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from carlreg import fast
 from carlreg.errors import InputError
-from carlreg.fast.convolution import conv_in_groups, is_small, up_conv
-from carlreg.fast.precision import network_input
+from carlreg.fast.layers import (
+    ChannelsLast,
+    convolve_to_few,
+    fused_up_step,
+    network_input,
+    normalize,
+    transposed_convolve,
+)
 from carlreg.geometry.grids import enlarge, pool
-from carlreg.model.layers import Network, batch_norm, check_dimension, conv, fit_channels, normalize, transposed_conv
+from carlreg.model.layers import batch_norm, check_dimension, conv, fit_channels, transposed_conv
 
 
-class UNet(Network):
+class UNet(ChannelsLast):
     """The refinement network: two images in, D numbers per voxel out.
 
-    Strided convolutions down, transposed ones up, each beside a shortcut that pools or enlarges its input. The last
-    convolution starts at zero, so that a new step changes nothing until it is trained.
+    Strided convolutions go down and transposed ones up, each beside a shortcut that pools or enlarges its input. The
+    last convolution starts at zero, so that a new step changes nothing until it is trained.
     """
 
     def __init__(
@@ -34,13 +39,13 @@ class UNet(Network):
     ) -> None:
         super().__init__()
         if len(down) != len(up):
-            raise InputError(f"down has {len(down)} levels but up has {len(up)}; expected as many")
+            raise InputError(f"down has {len(down)} levels but up has {len(up)}; expected the same number")
         self.dim, self.channels, self.down, self.up = check_dimension(dim), channels, tuple(down), tuple(up)
         inputs = (2 * channels, *down)
         self.down_convs = nn.ModuleList(
             conv(dim)(wide, narrow, 3, stride=2, padding=1) for wide, narrow in itertools.pairwise(inputs)
         )
-        # Going up, each level sees the level below beside the skip of the same size.
+        # On the way up, a level's input is the level below, concatenated with the skip of the same size.
         skips = inputs[-2::-1]
         widths = (down[-1], *(width + skip for width, skip in zip(up, skips, strict=True)))
         self.up_convs = nn.ModuleList(
@@ -63,16 +68,14 @@ class UNet(Network):
         for layer, norm in zip(self.up_convs, self.norms, strict=True):
             skip = skips.pop()
             inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
-            features = torch.cat([normalize(norm, up_step(features, layer))[inside], skip], dim=1)
-        # cuDNN is slow where channels are few.
-        return (conv_in_groups(features, self.last) if features.is_cuda else self.last(features)) / 10
+            features = torch.cat([normalize(norm, up_step(layer, features))[inside], skip], dim=1)
+        return convolve_to_few(self.last, features) / 10
 
 
-def up_step(features: Tensor, layer: Any) -> Tensor:
-    """To twice as many voxels per axis: a transposed convolution beside a shortcut."""
-    change, outputs = F.leaky_relu(features), layer.out_channels
-    if features.dim() == 5 and not is_small(features) and outputs <= features.shape[1] and fast.take(features):
-        from carlreg.fast import upsampling
-
-        return upsampling.up_step(change, features, layer.weight, layer.bias)
-    return up_conv(change, layer) + enlarge(fit_channels(features, outputs))
+def up_step(layer: Any, features: Tensor) -> Tensor:
+    """Double the voxels per axis: a transposed convolution beside a shortcut."""
+    change = F.leaky_relu(features)
+    fused = fused_up_step(layer, change, features)
+    if fused is not None:
+        return fused
+    return transposed_convolve(layer, change) + enlarge(fit_channels(features, layer.out_channels))

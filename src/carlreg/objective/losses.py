@@ -63,10 +63,9 @@ SIMILARITIES: dict[str, Similarity] = {"lncc": lncc, "lncc2": lncc2, "mind": min
 def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon: float = 1e-5) -> Tensor:
     """The correlation coefficient within a Gaussian window around each voxel: (B, C, *shape)."""
     _check_images(first, second)
-    if first.dtype == second.dtype == torch.float32 and fast.run_on(first):
-        from carlreg.fast import correlation
-
-        return correlation.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
+    fused = fast.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
+    if fused is not None:
+        return fused
     # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
     # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
     inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)

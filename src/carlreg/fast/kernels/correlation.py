@@ -1,4 +1,4 @@
-"""Local correlation of two images: what happens voxel by voxel before and after the blurring of its windows."""
+"""Local correlation of two images: the operations voxel by voxel before and after the blur over windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Voxels that a program works on."""
+"""Voxels that a program processes."""
 
 
 @triton.jit
@@ -117,9 +117,9 @@ Blur = Callable[[Tensor], Tensor]
 
 
 def local_correlation(first: Tensor, second: Tensor, blur: Blur, epsilon: float) -> Tensor:
-    """The correlation of two images (B, C, *shape) in float32 within the windows that `blur` averages over.
+    """Correlation of two images (B, C, *shape) in float32 within the windows that `blur` averages over.
 
-    `blur` takes images of zero outside, and is symmetric: it is its own gradient.
+    `blur` has to continue images by zeros, and to be symmetric, so that it is its own gradient.
     """
     result: Tensor = _LocalCorrelation.apply(first, second, blur, epsilon)  # type: ignore[no-untyped-call]
     return result
@@ -148,18 +148,9 @@ class _LocalCorrelation(torch.autograd.Function):
         need_first, need_second, _, _ = ctx.needs_input_grad
         voxels = inside.numel()
         by_moments = first.new_empty(5 if need_second else 3, *first.shape)
-        _correlate[ctx.grid](
-            moments,
-            centres,
-            inside,
-            gradients[0].contiguous(),
-            by_moments,
-            voxels,
-            ctx.epsilon,
-            BACKWARD=True,
-            SECOND=need_second,
-            BLOCK=BLOCK,
-        )
+        inputs = (moments, centres, inside, gradients[0].contiguous())
+        options = {"BACKWARD": True, "SECOND": need_second, "BLOCK": BLOCK}
+        _correlate[ctx.grid](*inputs, by_moments, voxels, ctx.epsilon, **options)
         by_moments = ctx.blur(by_moments.flatten(0, 1)).contiguous()
         by_first = torch.empty_like(first)
         by_second = torch.empty_like(second) if need_second else by_first

@@ -1,4 +1,4 @@
-"""Feature vectors scaled to one length, f ↦ length · f / (1e-3 + ‖f‖), and the gradient of that."""
+"""Scaling of feature vectors to one length, f ↦ length · f / (1e-3 + ‖f‖), and its gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
-"""Numbers that a program works on at a time."""
+"""Numbers that a program processes at a time."""
 
 
 @triton.jit
@@ -59,12 +59,12 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def padded_width(width: int) -> int:
-    """The number of features that kernels work with: a power of two, and at least 16."""
+    """The number of features that the kernels use: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
 def scale_to_length(features: Tensor, length: float, dtype: torch.dtype) -> Tensor:
-    """(B, N, C) → (B, N, padded width) in that type, with zeros at the end."""
+    """(B, N, C) → (B, N, padded width) in that type, padded with zeros."""
     features = features.contiguous()
     batch, count, width = features.shape
     tile = _tile(width)
@@ -75,7 +75,7 @@ def scale_to_length(features: Tensor, length: float, dtype: torch.dtype) -> Tens
 
 
 def scale_to_length_backward(features: Tensor, gradient: Tensor, divisor: Tensor, length: float) -> Tensor:
-    """From the gradient (B, N, padded width), over one divisor for each vector, (B, N, 1), or one for all, ()."""
+    """Gradient (B, N, C) from that of the result, (B, N, padded width), divided by `divisor`, (B, N, 1) or a scalar."""
     features = features.contiguous()
     batch, count, width = features.shape
     tile, out = _tile(width), torch.empty_like(features)

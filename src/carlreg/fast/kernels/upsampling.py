@@ -1,8 +1,8 @@
 """The U-Net's step to a grid twice as fine, in 3-D: a transposed convolution of kernel 4 and stride 2, plus a bias,
 plus the coarse features themselves, interpolated.
 
-An output voxel sees two coarse voxels along each axis, and which ones follows from whether its index is odd. So an
-ordinary convolution of kernel 2 gives everything, the eight kinds of output voxels side by side as channels. Between
+An output voxel depends on two coarse voxels along each axis; its index's parity determines which. So an ordinary
+convolution of kernel 2 computes all of them, with the eight kinds of output voxels as groups of channels. Between
 coarse voxels j − 1 and j lie the fine voxels 2j − 1 and 2j.
 """
 
@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from carlreg.fast.channels import sum_channels
+from carlreg.fast.kernels.channels import sum_channels
 
 TILE = 4096
-"""Numbers that a program works on at a time."""
+"""Numbers that a program processes at a time."""
 
 
 @triton.jit
-def _place(row, depth, height, width):
-    """Item, and indices along the axes, of a voxel."""
+def _indices(row, depth, height, width):
+    """Item of the batch and indices along the axes of a voxel, from its row."""
     return row // (width * height * depth), row // (width * height) % depth, row // width % height, row % width
 
 
@@ -46,14 +46,14 @@ def _weave(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :]
     mask = (row < rows)[:, None] & (channel < channels)
-    item, z, y, x = _place(row, 2 * depth, 2 * height, 2 * width)
+    item, z, y, x = _indices(row, 2 * depth, 2 * height, 2 * width)
     cell = ((item * (depth + 1) + (z + 1) // 2) * (height + 1) + (y + 1) // 2) * (width + 1) + (x + 1) // 2
     kind = (z + 1) % 2 * 4 + (y + 1) % 2 * 2 + (x + 1) % 2
     value = tl.load(kinds + (cell * 8 + kind)[:, None].to(tl.int64) * channels + channel, mask=mask, other=0.0)
     value = value.to(tl.float32)
     value += tl.load(bias + channel, mask=channel < channels, other=0.0)
     for corner in tl.static_range(8):
-        # A quarter of the way to the neighbour on the nearer side; beyond the border, the border again.
+        # A quarter of the way to the neighbour on the nearer side; the border continues the image.
         cz = tl.minimum(tl.maximum(z // 2 + corner // 4 * (z % 2 * 2 - 1), 0), depth - 1)
         cy = tl.minimum(tl.maximum(y // 2 + corner // 2 % 2 * (y % 2 * 2 - 1), 0), height - 1)
         cx = tl.minimum(tl.maximum(x // 2 + corner % 2 * (x % 2 * 2 - 1), 0), width - 1)
@@ -79,7 +79,7 @@ def _unweave(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :]
     mask = (row < rows)[:, None] & (channel < channels)
-    item, z, y, x = _place(row // 8, depth + 1, height + 1, width + 1)
+    item, z, y, x = _indices(row // 8, depth + 1, height + 1, width + 1)
     z, y, x = 2 * z - 1 + row // 4 % 2, 2 * y - 1 + row // 2 % 2, 2 * x - 1 + row % 2
     inside = (z >= 0) & (z < 2 * depth) & (y >= 0) & (y < 2 * height) & (x >= 0) & (x < 2 * width)
     at = ((item * 2 * depth + z) * 2 * height + y) * 2 * width + x
@@ -89,7 +89,7 @@ def _unweave(
 
 @triton.jit
 def _share(fine, coarse, size):
-    """The weight of a coarse voxel in a fine one, four of which it reaches along an axis; zero outside the image."""
+    """The weight of a coarse voxel in one of the four fine voxels it reaches along an axis; zero outside the image."""
     near = tl.where((fine == 0) | (fine == 2 * size - 1), 1.0, tl.where(fine // 2 == coarse, 0.75, 0.25))
     return tl.where((fine >= 0) & (fine < 2 * size), near, 0.0)
 
@@ -110,21 +110,23 @@ def _gather(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :]
     mask = (row < rows)[:, None] & (channel < channels)
-    item, z, y, x = _place(row, depth, height, width)
+    item, z, y, x = _indices(row, depth, height, width)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     for tap in range(64):
         fz, fy, fx = 2 * z - 1 + tap // 16, 2 * y - 1 + tap // 4 % 4, 2 * x - 1 + tap % 4
         weight = _share(fz, z, depth) * _share(fy, y, height) * _share(fx, x, width)
         at = ((item * 2 * depth + fz) * 2 * height + fy) * 2 * width + fx
-        seen = mask & (weight > 0)[:, None]
-        g = tl.load(gradient + at[:, None].to(tl.int64) * channels + channel, mask=seen, other=0.0).to(tl.float32)
+        used = mask & (weight > 0)[:, None]
+        g = tl.load(gradient + at[:, None].to(tl.int64) * channels + channel, mask=used, other=0.0).to(tl.float32)
         total += weight[:, None] * g
     tl.store(out + row[:, None].to(tl.int64) * coarse_channels + channel, total, mask=mask)
 
 
 def up_step(features: Tensor, shortcut: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """conv_transpose3d(features, weight, bias, stride=2, padding=1), plus the first channels of `shortcut`, on the
-    same grid, enlarged. Features and shortcut (B, C, *shape) are channels last."""
+    """conv_transpose3d(features, weight, bias, stride=2, padding=1) plus the first channels of `shortcut`, enlarged.
+
+    Features and shortcut are (B, C, *shape) on one grid, channels last.
+    """
     outputs = weight.shape[1]
     taps = weight.unflatten(4, (2, 2)).unflatten(3, (2, 2)).unflatten(2, (2, 2)).flip(2, 4, 6)
     taps = taps.permute(3, 5, 7, 1, 0, 2, 4, 6).reshape(8 * outputs, -1, 2, 2, 2)

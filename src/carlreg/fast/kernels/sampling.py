@@ -1,7 +1,7 @@
-"""Values of an image or a field at points, interpolated linearly, and the gradients of that.
+"""Linear interpolation of an image or a field at points, and its gradients.
 
-Each program takes a small block of neighbouring points. On a coarser grid they lie in few cells, so their gradients
-are added up within the block before they go to memory, where thousands of points would wait for each other.
+Each program takes a small block of neighbouring points. On a coarser grid these lie in few cells, so their gradients
+are summed within the block before they are added to memory, where thousands of points would wait for each other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 BLOCKS = {1: (1, 1, 128), 2: (1, 8, 16), 3: (4, 4, 8)}
 """The sides of a block of points, by dimension of their grid."""
 WINDOW = tl.constexpr(4)
-"""The side of the window of voxels in which a block's gradients are added up."""
+"""The side of the window of voxels in which a block's gradients are summed."""
 SIZES = ["depth", "height", "width", "points_depth", "points_height", "points_width"]
 
 
 @triton.jit
 def _point_index(depth, height, width, BZ: tl.constexpr, BY: tl.constexpr, BX: tl.constexpr):
-    """The points of this program's block, and which of them there are."""
+    """Indices of the points of this program's block, and a mask of those that exist."""
     across, down = tl.cdiv(width, BX), tl.cdiv(height, BY)
     block, lane = tl.program_id(0), tl.arange(0, BZ * BY * BX)
     z = block // (across * down) * BZ + lane // (BY * BX)
@@ -35,7 +35,7 @@ def _point_index(depth, height, width, BZ: tl.constexpr, BY: tl.constexpr, BX: t
 
 @triton.jit
 def _coordinate(points, axis: tl.constexpr, DIM: tl.constexpr, mask):
-    """Along an axis of three, of which the first do not exist in fewer dimensions."""
+    """The coordinate along one of three axes, the first of which do not exist in fewer dimensions."""
     if axis < 3 - DIM:
         value = tl.zeros(mask.shape, tl.float32)
     else:
@@ -50,7 +50,7 @@ def _clip(p):
 
 @triton.jit
 def _reflect(p):
-    """Back into the unit interval from where it leaves it."""
+    """Reflect at the ends of the unit interval, then clip."""
     return _clip(2 * _clip(p) - p)
 
 
@@ -72,7 +72,7 @@ def _reflect_slope(p):
 
 @triton.jit
 def _cell(p, size):
-    """The cell that a coordinate within [0, 1] lies in: its first voxel, how far into it, and if there is a next."""
+    """The cell of a coordinate within [0, 1]: its first voxel, the fraction beyond it, and 1 if a voxel follows."""
     position = p * (size - 1)
     low = tl.minimum(position.to(tl.int32), tl.maximum(size - 2, 0))
     return low, position - low, tl.where(size > 1, 1, 0)
@@ -124,7 +124,7 @@ def _scatter(
     CHANNELS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Add factor · gradient to the corners of each point's cell: for points close TOGETHER in a common window."""
+    """Add factor · gradient to the corners of each point's cell; if points are close TOGETHER, in a common window."""
     z, fz, dz = _cell(z, depth)
     y, fy, dy = _cell(y, height)
     x, fx, dx = _cell(x, width)
@@ -143,7 +143,7 @@ def _scatter(
         weight = tl.where(near[None, :], weight * factor[None, :], 0.0)
         window = out + (((z0 + wz) * height + y0 + wy) * width + x0 + wx) * stride
         inside = (z0 + wz < depth) & (y0 + wy < height) & (x0 + wx < width)
-        channel = tl.arange(0, 16)[None, :]  # a product of matrices takes no fewer
+        channel = tl.arange(0, 16)[None, :]  # the minimum for a matrix product
         at = gradient + channel * gradient_channel_stride + index[:, None] * gradient_stride
         g = tl.load(at, mask=near[:, None] & (channel < CHANNELS), other=0.0)
         total = tl.dot(weight, g, input_precision="tf32x3")
@@ -158,8 +158,8 @@ def _scatter(
             weight_z = fz if corner // 4 else 1 - fz
             weight_y = fy if corner // 2 % 2 else 1 - fy
             weight_x = fx if corner % 2 else 1 - fx
-            place = (corner // 4 * dz * height + corner // 2 % 2 * dy) * width + corner % 2 * dx
-            tl.atomic_add(at + place * stride, weight_z * weight_y * weight_x * g, mask=apart, sem="relaxed")
+            offset = (corner // 4 * dz * height + corner // 2 % 2 * dy) * width + corner % 2 * dx
+            tl.atomic_add(at + offset * stride, weight_z * weight_y * weight_x * g, mask=apart, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -190,8 +190,8 @@ def _sample(
 ):
     item = tl.program_id(1).to(tl.int64)
     index, mask = _point_index(points_depth, points_height, points_width, BZ, BY, BX)
-    here = points + item * points_item_stride + index * DIM
-    z, y, x = _coordinate(here, 0, DIM, mask), _coordinate(here, 1, DIM, mask), _coordinate(here, 2, DIM, mask)
+    point = points + item * points_item_stride + index * DIM
+    z, y, x = _coordinate(point, 0, DIM, mask), _coordinate(point, 1, DIM, mask), _coordinate(point, 2, DIM, mask)
     outside = mask & (_outside(z) | _outside(y) | _outside(x))
     for channel in tl.static_range(CHANNELS):
         base = values + item * item_stride + channel * channel_stride
@@ -202,7 +202,7 @@ def _sample(
             )
             value = tl.where(outside, 2 * value - other, value)
         if ADD:
-            value += tl.load(here + channel, mask=mask)
+            value += tl.load(point + channel, mask=mask)
         tl.store(out + item * out_item_stride + channel * out_channel_stride + index * out_stride, value, mask=mask)
 
 
@@ -239,8 +239,8 @@ def _sample_backward(
 ):
     item = tl.program_id(1).to(tl.int64)
     index, mask = _point_index(points_depth, points_height, points_width, BZ, BY, BX)
-    here = points + item * points_item_stride + index * DIM
-    z, y, x = _coordinate(here, 0, DIM, mask), _coordinate(here, 1, DIM, mask), _coordinate(here, 2, DIM, mask)
+    point = points + item * points_item_stride + index * DIM
+    z, y, x = _coordinate(point, 0, DIM, mask), _coordinate(point, 1, DIM, mask), _coordinate(point, 2, DIM, mask)
     outside = mask & (_outside(z) | _outside(y) | _outside(x))
     gradient += item * gradient_item_stride
     if POINTS:
@@ -266,12 +266,12 @@ def _sample_backward(
             by_z += g * slope_z
             by_y += g * slope_y
             by_x += g * slope_x
-        there = by_points + (item * points_depth * points_height * points_width + index) * DIM
+        target = by_points + (item * points_depth * points_height * points_width + index) * DIM
         if DIM == 3:
-            tl.store(there, by_z, mask=mask)
+            tl.store(target, by_z, mask=mask)
         if DIM >= 2:
-            tl.store(there + DIM - 2, by_y, mask=mask)
-        tl.store(there + DIM - 1, by_x, mask=mask)
+            tl.store(target + DIM - 2, by_y, mask=mask)
+        tl.store(target + DIM - 1, by_x, mask=mask)
     if VALUES:
         base = by_values + item * item_stride
         twice = tl.where(outside, 2.0, 1.0) if MIRROR else tl.full(z.shape, 1.0, tl.float32)
@@ -290,15 +290,15 @@ def _sample_backward(
 def sample(values: Tensor, points: Tensor, *, mirror: bool = False, add: bool = False) -> Tensor:
     """values (B, C, *shape) at points (B, ..., D) of the unit cube, continued by their border: (B, C, ...).
 
-    With `mirror` continued as 2·u(clip x) − u(reflect x) instead. With `add`, for a field with C = D, the points plus
-    its values: (B, ..., D). A batch of one is repeated to fit the other. All in float32.
+    `mirror` continues them as 2·u(clip x) − u(reflect x) instead. `add`, for a field with C = D, returns the points
+    plus its values: (B, ..., D). A batch of one is repeated to fit the other. All tensors are float32.
     """
     result: Tensor = _Sample.apply(values, points, mirror, add)  # type: ignore[no-untyped-call]
     return result
 
 
 def _dense(values: Tensor) -> Tensor:
-    """With the voxels of a channel at equal distances in memory."""
+    """Make the voxels of a channel equidistant in memory."""
     return values if values.movedim(1, -1).is_contiguous() else values.contiguous()
 
 
@@ -333,27 +333,16 @@ class _Sample(torch.autograd.Function):
         # On a grid twice as fine or finer, a block's points share their cells.
         fine = math.prod(points.shape[1:-1]) >= 2 ** len(values.shape[2:]) * math.prod(values.shape[2:])
         together = fine and points.dim() == values.dim()
-        _sample_backward[grid](
-            values,
-            points,
-            gradient,
-            by_values,
-            by_points,
-            *geometry,
-            **options,
-            **ctx.options,
-            VALUES=need_values,
-            POINTS=need_points,
-            TOGETHER=together,
-        )
+        options = {**options, **ctx.options, "VALUES": need_values, "POINTS": need_points, "TOGETHER": together}
+        _sample_backward[grid](values, points, gradient, by_values, by_points, *geometry, **options)
         if need_points and len(points) < grid[1]:
             by_points = by_points.sum(dim=0, keepdim=True)
         return by_values if need_values else None, by_points if need_points else None, None, None
 
 
 def _launch(values: Tensor, points: Tensor, points_first: bool) -> tuple[tuple[int, int], list[int], dict[str, int]]:
-    """The grid of programs, sizes and strides, and the constants that both kernels take. What is sampled lies in
-    memory as (B, points, C), or else as (B, C, points)."""
+    """The grid of programs, the sizes and strides, and the constants of both kernels. Samples are in memory as
+    (B, points, C) if `points_first`, else as (B, C, points)."""
     (channels, *shape), (*leading, dim) = values.shape[1:], points.shape[1:]
     if len(leading) > 3:
         leading = [math.prod(leading)]

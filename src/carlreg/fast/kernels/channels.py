@@ -1,7 +1,7 @@
-"""What networks do channel by channel between convolutions: biases, ReLU, batch normalisation, and their gradients.
+"""Operations channel by channel between convolutions: bias, ReLU, batch normalisation, and their gradients.
 
-Features (B, C, *shape) lie channels last in memory: a matrix with one row per voxel. Sums over all voxels are taken
-in float32, part by part, each part by one program, and the parts are added up in an order that never changes.
+Features (B, C, *shape) are channels last in memory: a matrix with one row per voxel. Sums over all voxels are in
+float32, in parts, each by one program, and the parts are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
-"""Numbers that a program works on at a time."""
+"""Numbers that a program processes at a time."""
 PROGRAMS = 1024
-"""At most so many parts of a sum: a few for each processor of a GPU."""
+"""Maximum number of parts of a sum: a few for each multiprocessor of a GPU."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _sum_gradient(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Σ gradient, and with RELU the gradient before it, which is zero where its result is."""
+    """Σ gradient, and with RELU the gradient before the ReLU, which is zero where the ReLU's result is."""
     program = tl.program_id(0)
     channel = tl.arange(0, CHANNELS)[None, :]
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -90,7 +90,7 @@ def _statistics(
     channel = tl.arange(0, CHANNELS)[None, :]
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
-    # Measured from a value nearby, squares lose no digits to the mean.
+    # Relative to a nearby value, squares lose no digits to the mean.
     nearby = tl.load(features + first.to(tl.int64) * channels + channel, mask=channel < channels, other=0.0)
     nearby = nearby.to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -242,14 +242,14 @@ def _normalize_backward(
 
 
 def _tiles(features: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Voxels, channels, and a tile's sides."""
+    """Number of voxels, number of channels, and the sides of a tile."""
     channels = features.shape[1]
     width = triton.next_power_of_2(channels)
     return features.numel() // channels, channels, {"ROWS": max(1, TILE // width), "CHANNELS": width}
 
 
 def _parts(rows: int, tile: dict[str, int]) -> tuple[int, int]:
-    """How many programs share the rows of a sum, and how many rows each takes: whole tiles."""
+    """Number of programs that share the rows of a sum, and rows per program, in whole tiles."""
     per_program = triton.cdiv(triton.cdiv(rows, tile["ROWS"]), PROGRAMS) * tile["ROWS"]
     return triton.cdiv(rows, per_program), per_program
 
@@ -284,7 +284,7 @@ class _AddBias(torch.autograd.Function):
 
 
 def _gradients(gradient: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradient before a ReLU that gave `out`, if there was one, and before a bias."""
+    """The gradient before a ReLU with the result `out`, if there was one, and that of the bias."""
     rows, channels, tile = _tiles(gradient)
     programs, rows_per_program = _parts(rows, tile)
     sums = gradient.new_empty(programs, channels, dtype=torch.float32)
@@ -297,12 +297,12 @@ def _gradients(gradient: Tensor, out: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def sum_channels(features: Tensor) -> Tensor:
-    """Each channel of channels-last features (B, C, *shape) summed in float32: (C,)."""
+    """Sum of each channel of channels-last features (B, C, *shape), in float32: (C,)."""
     return _gradients(features)[1]
 
 
 def batch_norm(features: Tensor, norm: Any) -> Tensor:
-    """A batch normalisation layer in training mode on channels-last features; its running statistics follow."""
+    """Apply a batch normalisation layer in training mode to channels-last features; updates its running statistics."""
     result: Tensor = _BatchNorm.apply(features, norm.weight, norm.bias, norm)  # type: ignore[no-untyped-call]
     return result
 
@@ -316,20 +316,9 @@ class _BatchNorm(torch.autograd.Function):
         _statistics[(programs,)](features, parts, rows, rows_per_program, channels, **tile)
         statistics = torch.empty_like(parts[:, 0])
         norm.num_batches_tracked += 1
-        _merge_statistics[(triton.cdiv(channels, 16),)](
-            parts,
-            statistics,
-            norm.running_mean,
-            norm.running_var,
-            programs,
-            rows,
-            rows_per_program,
-            channels,
-            norm.momentum,
-            norm.eps,
-            PARTS=128,
-            CHANNELS=16,
-        )
+        running = (norm.running_mean, norm.running_var)
+        sizes = (programs, rows, rows_per_program, channels, norm.momentum, norm.eps)
+        _merge_statistics[(triton.cdiv(channels, 16),)](parts, statistics, *running, *sizes, PARTS=128, CHANNELS=16)
         out = torch.empty_like(features)
         _normalize[(triton.cdiv(rows, tile["ROWS"]),)](features, statistics, weight, bias, out, rows, channels, **tile)
         ctx.save_for_backward(features, weight, statistics)

@@ -1,0 +1,1 @@
+"""Triton kernels. Importing one of these modules imports Triton."""
