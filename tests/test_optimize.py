@@ -145,7 +145,7 @@ def test_a_first_loss_that_is_not_finite_is_an_error(model: RegistrationAlgorith
     def broken(warped: Tensor, fixed: Tensor, *, mask: Tensor | None = None) -> Tensor:
         return warped.sum() * torch.inf
 
-    with pytest.raises(FloatingPointError, match="at step 0: the model's own answer"):
+    with pytest.raises(FloatingPointError, match="at step 0: the transform that the optimisation starts from"):
         instance_optimize(model, blobs(0), blobs(0.05), similarity=broken)
 
 
@@ -214,7 +214,7 @@ def test_bad_fields_are_named() -> None:
     with pytest.raises(ValueError, match="steps is 3 and levels 0; expected 0 or more, and 1 or more"):
         optimize_fields(Identity(), Identity(), blobs(0), blobs(0), steps=3, levels=0)
     bad = DisplacementField(torch.full((1, 2, 32, 32), torch.nan))
-    with pytest.raises(FloatingPointError, match="the answer given for this pair is not finite"):
+    with pytest.raises(FloatingPointError, match="starts from is not finite"):
         optimize_fields(bad, Identity(), blobs(0), blobs(0))
 
 

@@ -24,7 +24,11 @@ class DependencyError(CarlError, ImportError):
     """An optional package that is not installed. The message says how to install it."""
 
 
-NOT_YET_CONVERTED = (ValueError, ImportError, FloatingPointError)
+class NotFiniteError(CarlError, FloatingPointError):
+    """A loss or a result that became infinite or NaN."""
+
+
+NOT_YET_CONVERTED = (ValueError, ImportError)
 """Built-in exceptions that some rooms still raise for user input. To be removed once all of them raise CarlError."""
 
 
