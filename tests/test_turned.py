@@ -54,13 +54,13 @@ def centre_of(image: Image) -> np.ndarray:
 
 def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
     data = torch.arange(40, dtype=torch.float64).reshape(1, 1, 40, 1).expand(1, 1, 40, 30).contiguous()
-    seen = Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).see(data)[0, 0]
+    seen = Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).resample(data)[0, 0]
     want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
     assert torch.allclose(seen, want[:, None].expand(11, 9))
-    wide = Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).see(torch.ones(1, 1, 20, 20))[0, 0]
+    wide = Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).resample(torch.ones(1, 1, 20, 20))[0, 0]
     assert wide[10:30, 10:30].min() == 1
     assert wide.sum() == 400
-    labels = Frame((40, 40), (9.5, 9.5), (0.5, 1.0)).see_labels(torch.full((1, 1, 20, 20), 7, dtype=torch.uint8))
+    labels = Frame((40, 40), (9.5, 9.5), (0.5, 1.0)).resample_labels(torch.full((1, 1, 20, 20), 7, dtype=torch.uint8))
     assert labels.dtype == torch.uint8
     assert torch.equal(labels[0, 0], F.pad(torch.full((40, 20), 7, dtype=torch.uint8), (10, 10)))
 
@@ -149,7 +149,7 @@ def test_through_a_first_guess_both_are_cut_alike() -> None:
 def test_a_small_scan_in_a_large_image_is_a_small_scan() -> None:
     model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
     scans = [ball(shape, np.eye(4), (30, 30, 30), 9) for shape in ((60, 60, 60), (42, 42, 42))]
-    seen = [prepare_pair(scan, scan, model, CPU)[0] for scan in scans]
+    seen = [prepare_pair(scan, scan, model, CPU).fixed for scan in scans]
     assert seen[0].sides == seen[1].sides
     assert max(seen[0].sides) < 30
 

@@ -39,7 +39,7 @@ from carlreg.geometry.grids import voxel_points
 from carlreg.geometry.resizing import resize
 from carlreg.geometry.transforms import Affine, DisplacementField, Identity, Transform, compose, warp
 from carlreg.objective.metrics import dice, mean_score
-from carlreg.preparation import FOREGROUND, Frame, sparse_sides
+from carlreg.preparation import FOREGROUND, Frame, wide_margins
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 
@@ -162,7 +162,7 @@ def sweep(
 
 def cut_sides(moving: Tensor, fixed: Tensor) -> list[list[bool]]:
     """Which sides of each pair of images (B, 1, n, n, n) `carl register` would cut to what they show."""
-    each = [[sparse_sides(one[0] > FOREGROUND) for one in batch] for batch in (moving, fixed)]
+    each = [[wide_margins(one[0] > FOREGROUND) for one in batch] for batch in (moving, fixed)]
     return [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(*each, strict=True)]
 
 
@@ -170,8 +170,8 @@ def as_seen(cube: Tensor, side: int, cut: list[list[bool]] | None) -> tuple[Tens
     """Images (B, 1, n, n, n) on the network's grid, the map from its unit box to theirs, and back."""
     if cut is None:
         return resize(cube, (side,) * 3), Identity(), Identity()
-    frames = [Frame.cut(one[0] > FOREGROUND, (side,) * 3, sides) for one, sides in zip(cube, cut, strict=True)]
-    seen = torch.cat([frame.see(one[None]) for frame, one in zip(frames, cube, strict=True)])
+    frames = [Frame.cropped(one[0] > FOREGROUND, (side,) * 3, sides) for one, sides in zip(cube, cut, strict=True)]
+    seen = torch.cat([frame.resample(one[None]) for frame, one in zip(frames, cube, strict=True)])
     middle, step = (torch.tensor([getattr(frame, name) for frame in frames]).to(cube) for name in ("centre", "step"))
     scale = step * (side - 1) / (cube.shape[-1] - 1)
     corner = middle / (cube.shape[-1] - 1) - scale / 2

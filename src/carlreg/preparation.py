@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 from carlreg.files.images import Image, ImageError, Matrix, _check_finite, _times, check_same_grid, map_points
 from carlreg.files.orientation import to_closest_ras
@@ -19,8 +20,13 @@ from carlreg.model.loaded import CT_RANGE, LoadedModel, Prepare
 
 LEAST_SIDE = 4
 PERCENTILES = (0.1, 99.9)
+FOREGROUND = 0.05
+"""Voxels darker than this, on a scale from 0 to 1, are background."""
 FULL, MARGIN = 2 / 3, 0.05
-"""A side that shows something along less of its length than `FULL` is cut to it; so much stays free at either end."""
+"""An axis is cropped if the foreground covers less than `FULL` of it; then `MARGIN` of the grid stays free at each
+end."""
+FILLED = 0.85
+"""If the usual voxel size does not fit, choose one so that the wider scan spans this fraction of the grid."""
 
 
 # ---- intensities ----------------------------------------------------------------------------------------------------
@@ -30,24 +36,21 @@ FULL, MARGIN = 2 / 3, 0.05
 class Preprocessing:
     """What `preprocess` did: intensities from `low` to `high` became 0 to 1, those beyond were clamped."""
 
-    kind: str  # "CT" or "percentiles"
+    kind: Literal["CT", "percentiles"]
     low: float
     high: float
     note: str
 
 
 def preprocess(
-    image: Image, mask: Image | None = None, *, ct_range: tuple[float, float] = CT_RANGE
+    image: Image, mask: Image | None = None, *, ct_range: tuple[float, float] = CT_RANGE, ct: bool | None = None
 ) -> tuple[Tensor, Preprocessing]:
-    """Intensities as (1, 1, *shape) float32 from 0 to 1, and what was done. Needs no modality.
+    """Scale intensities to 0…1, as (1, 1, *shape) float32, and describe how.
 
-    CT is recognised by its values: at least 0.1 % of the voxels between −1100 and −500 (air, lung, bowel gas), at
-    least 2 % between −200 and 300 (soft tissue), and at most 2 % below −1100 apart from the minimum itself, which may
-    be padding. It is clamped to `ct_range`, −1000…1000 HU if not said otherwise: a model wants what it saw in training.
-
-    Anything else runs from the 0.1st percentile of all voxels (the background, where there is one) to the 99.9th of
-    the voxels above that, so that a large background does not count. A mask restricts the voxels that are counted,
-    not those that are returned.
+    `ct` is whether to treat the image as CT; by default `looks_like_ct` decides. CT is clamped to `ct_range`,
+    −1000…1000 HU by default: a model needs the range of its training. Anything else runs from the 0.1st percentile of
+    all voxels (the background, if there is one) to the 99.9th of the voxels above that, so that a large background does
+    not count. A mask restricts the voxels that are counted, not those that are returned.
 
     >>> tensor, done = preprocess(read("scan.nii.gz"))
     """
@@ -58,19 +61,15 @@ def preprocess(
             "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
         )
     _check_finite(data, image.name)
-    values = data if mask is None else data[inside(mask, image)]
+    values = data if mask is None else data[mask_voxels(mask, image)]
     if values.min() == values.max():
         where = "" if mask is None else " inside its mask"
         raise ImageError(f"{image.name} is constant{where}: every voxel is {values.min()}; expected an image")
-    if _is_ct(data):
+    if looks_like_ct(data) if ct is None else ct:
         low, high = ct_range
-        done = Preprocessing("CT", low, high, f"recognised as CT by its values; {low:g}…{high:g} HU scaled to 0…1")
+        done = Preprocessing("CT", low, high, f"CT; {low:g}…{high:g} HU scaled to 0…1")
     else:
-        low = float(np.percentile(values, PERCENTILES[0]))
-        above = values[values > low]
-        high = float(np.percentile(above, PERCENTILES[1])) if above.size else low
-        if high <= low:  # nearly every voxel is the maximum
-            low, high = float(values.min()), float(values.max())
+        low, high = _percentiles(values)
         note = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
         done = Preprocessing("percentiles", low, high, note)
     wide = np.float64 if data.dtype.itemsize == 8 else np.float32
@@ -78,7 +77,19 @@ def preprocess(
     return torch.from_numpy(scaled)[None, None], done
 
 
-def _is_ct(data: npt.NDArray[Any]) -> bool:
+def _percentiles(values: npt.NDArray[Any]) -> tuple[float, float]:
+    low = float(np.percentile(values, PERCENTILES[0]))
+    above = values[values > low]
+    high = float(np.percentile(above, PERCENTILES[1])) if above.size else low
+    if high <= low:  # nearly every voxel is the maximum
+        return float(values.min()), float(values.max())
+    return low, high
+
+
+def looks_like_ct(data: npt.NDArray[Any]) -> bool:
+    """Recognise CT by its values: at least 0.1 % of the voxels between −1100 and −500 (air, lung, bowel gas), at least
+    2 % between −200 and 300 (soft tissue), and at most 2 % below −1100 apart from the minimum itself, which may be
+    padding."""
     minimum = data.min()
     if minimum > CT_RANGE[0] / 2:
         return False
@@ -88,19 +99,45 @@ def _is_ct(data: npt.NDArray[Any]) -> bool:
     return bool(gas >= 0.001 and tissue >= 0.02 and below <= 0.02)
 
 
-def inside(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
-    """Where the mask is not zero, on the image's voxels: the two must lie on the same grid to a tenth of a voxel."""
+def may_be_ct(data: npt.NDArray[Any]) -> bool:
+    """Whether values may be Hounsfield units of a part of the body without air: at least 90 % of the voxels between
+    −200 and 300, spread over more than 20, and no background of equal values."""
+    tissue = (data >= -200) & (data <= 300)
+    return bool(tissue.mean() >= 0.9 and np.ptp(data) > 20 and np.mean(data == data.min()) < 0.05)
+
+
+def ct_pair(fixed: Image, moving: Image) -> tuple[tuple[bool, bool], tuple[str, ...]]:
+    """Which of two images to treat as CT, and a warning if that is doubtful.
+
+    If only one of them looks like CT, a crop of soft tissue for instance does not, the other is treated as CT as well
+    if it may be, so that both have one scale.
+    """
+    alone = looks_like_ct(fixed.data), looks_like_ct(moving.data)
+    if alone[0] == alone[1]:
+        return alone, ()
+    other, name = (moving, "moving") if alone[0] else (fixed, "fixed")
+    both = may_be_ct(other.data)
+    how = "it is treated as CT as well" if both else "it is scaled by its own percentiles"
+    warning = f"only one of the images looks like CT by its values, the {name} image does not: {how}"
+    return (True, True) if both else alone, (warning,)
+
+
+def mask_voxels(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
+    """Where the mask is not zero: its grid must be the image's, to a tenth of a voxel, and it must not be empty."""
     check_same_grid(mask, image, "a mask")
-    chosen = mask.data != 0
+    chosen = np.asarray(mask.data != 0)
     if not chosen.any():
         raise ImageError(f"{mask.name} is empty; expected a mask with voxels other than 0")
-    return cast("npt.NDArray[np.bool_]", chosen)
+    return chosen
+
+
+# ---- foreground and grid --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Another grid of voxels in an image: `step` of the image's voxels apart, its middle at the fractional index
-    `centre`. Beyond the image there are zeros."""
+    """Another grid in an image: voxels `step` of the image's voxels apart, centred at the fractional index `centre`.
+    Beyond the image there are zeros."""
 
     shape: tuple[int, ...]
     centre: tuple[float, ...]
@@ -108,30 +145,30 @@ class Frame:
 
     @classmethod
     def cubic(cls, image: Image, shape: Sequence[int], centre: Sequence[float], voxel: float) -> Frame:
-        """Of cubic voxels, of so many millimetres."""
+        """A grid of cubic voxels of `voxel` millimetres."""
         return cls(tuple(shape), tuple(centre), tuple(voxel / mm for mm in image.spacing))
 
     @classmethod
-    def cut(cls, there: Tensor, shape: Sequence[int], sides: Sequence[bool]) -> Frame:
-        """Of an image that shows something where `there` is true. The named sides are cut to it, wherever in the image
-        it lies, and leave `MARGIN` of the frame free at either end; the others are seen whole."""
+    def cropped(cls, foreground: Tensor, shape: Sequence[int], axes: Sequence[bool]) -> Frame:
+        """A grid that covers the foreground (*shape of the image) along the chosen axes, with `MARGIN` free at either
+        end, and the whole image along the others."""
         centre, step = [], []
-        for (low, high), cut, old, new in zip(_ends(there), sides, there.shape, shape, strict=True):
-            long = max(high - low + 1, LEAST_SIDE) / (1 - 2 * MARGIN) - 1 if cut else old - 1
-            centre.append((low + high if cut else old - 1) / 2)
-            step.append(long / max(new - 1, 1))
+        for (low, high), crop, old, new in zip(_ends(foreground), axes, foreground.shape, shape, strict=True):
+            length = max(high - low + 1, LEAST_SIDE) / (1 - 2 * MARGIN) - 1 if crop else old - 1
+            centre.append((low + high if crop else old - 1) / 2)
+            step.append(length / max(new - 1, 1))
         return cls(tuple(shape), tuple(centre), tuple(step))
 
     @full_precision
-    def see(self, data: Tensor) -> Tensor:
-        """(B, C, *sides) → (B, C, *shape), averaged as by `resize` where it is coarser."""
+    def resample(self, data: Tensor) -> Tensor:
+        """(B, C, *sides) → (B, C, *shape), averaged like `resize` if the frame is coarser."""
         for axis, (positions, gap) in enumerate(zip(self._positions(), self.step, strict=True), start=2):
             matrix = averaging(data.shape[axis], positions, gap).to(data)
             data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
         return data.contiguous()
 
-    def see_labels(self, labels: Tensor) -> Tensor:
-        """The same for labels of any type: the nearest voxel."""
+    def resample_labels(self, labels: Tensor) -> Tensor:
+        """The same for labels of any type, by the nearest voxel."""
         for axis, positions in enumerate(self._positions(), start=2):
             nearest = (positions + 0.5).floor().long()
             inside = (nearest >= 0) & (nearest < labels.shape[axis])
@@ -147,40 +184,47 @@ class Frame:
         affine[:-1, -1] = map_points(image.affine, corner)
         return affine
 
+    def sides(self) -> tuple[int, ...]:
+        """The extent of the frame in voxels of the image."""
+        return tuple(round(step * (side - 1)) + 1 for step, side in zip(self.step, self.shape, strict=True))
+
     def _positions(self) -> list[Tensor]:
-        """Of the frame's voxels along each axis, as fractional indices of the image."""
+        """Fractional indices in the image of the frame's voxels, along each axis."""
         return [
             middle + gap * (torch.arange(new, dtype=torch.float64) - (new - 1) / 2)
             for new, middle, gap in zip(self.shape, self.centre, self.step, strict=True)
         ]
 
 
-def shown_box(there: Tensor, spacing: Sequence[float]) -> tuple[list[float], float]:
-    """The middle, as a fractional index, of the box around the voxels (*shape) that are true, all of them if none is;
-    and how wide that box is at most, in millimetres."""
-    ends = _ends(there)
+def foreground_box(foreground: Tensor, spacing: Sequence[float]) -> tuple[list[float], float]:
+    """The centre of the foreground's bounding box, as a fractional index, and its longest side in millimetres."""
+    ends = _ends(foreground)
     sides = [(high - low + 1) * mm for (low, high), mm in zip(ends, spacing, strict=True)]
     return [(low + high) / 2 for low, high in ends], max(sides)
 
 
-def _ends(there: Tensor) -> list[tuple[float, float]]:
-    """Along each axis the first and the last voxel that is true; of the whole where none is."""
+def _ends(foreground: Tensor) -> list[tuple[float, float]]:
+    """The first and the last voxel of the foreground along each axis; those of the image if there is none."""
     ends = []
-    for axis in range(there.dim()):
-        found = there.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
-        ends.append((float(found.min()), float(found.max())) if len(found) else (0.0, there.shape[axis] - 1.0))
+    for axis in range(foreground.dim()):
+        planes = foreground.movedim(axis, 0).flatten(1).any(dim=1).nonzero()
+        ends.append((float(planes.min()), float(planes.max())) if len(planes) else (0.0, foreground.shape[axis] - 1.0))
     return ends
 
 
-def sparse_sides(there: Tensor) -> list[bool]:
-    """Which sides of an image show something, where `there` is true, along less than `FULL` of their length."""
-    return [high - low + 1 < FULL * side for (low, high), side in zip(_ends(there), there.shape, strict=True)]
+def wide_margins(foreground: Tensor) -> list[bool]:
+    """Along which axes the foreground covers less than `FULL` of the image."""
+    return [high - low + 1 < FULL * side for (low, high), side in zip(_ends(foreground), foreground.shape, strict=True)]
 
 
-FOREGROUND = 0.05
-"""Darker voxels, on a scale from 0 to 1, are background."""
-FILLED = 0.85
-"""Of a side of the grid that scans fill which are too wide or too small for its usual voxels."""
+def common_voxel(extents: Sequence[float], usual: float, side: int) -> float:
+    """A voxel size for scans whose foregrounds are so many millimetres wide: the usual one if the wider scan then fits
+    into the grid and fills at least half of it; otherwise one with which it fills most of it."""
+    widest = max(extents)
+    return usual if side / 2 <= widest / usual <= side else widest / (FILLED * side)
+
+
+# ---- a pair ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,9 +237,21 @@ class Prepared:
     intensity_note: str
     """How intensities were scaled."""
     sides: tuple[int, ...]
-    """Sides of what the network sees, in voxels of the scan."""
+    """The extent of what the network sees, in voxels of the scan."""
     crop_note: str
     """Which part of the scan the network sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPair:
+    """Two images as a network takes them: `fixed, moving = pair`."""
+
+    fixed: Prepared
+    moving: Prepared
+    warnings: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Prepared]:
+        return iter((self.fixed, self.moving))
 
 
 def prepare_pair(
@@ -206,59 +262,49 @@ def prepare_pair(
     *,
     fixed_mask: Image | None = None,
     moving_mask: Image | None = None,
-    guessed: bool = False,
-) -> tuple[Prepared, Prepared]:
-    """The fixed and the moving image, turned closest to RAS, with intensities and on the grid that the model wants.
+    aligned: bool = False,
+) -> PreparedPair:
+    """Reorient both images closest to RAS, scale their intensities, and resample them to the grid of the model.
 
-    A model whose file names a `voxel` gets both images with the same cubic voxels, around what each of them shows: a
-    rotation of the one against the other is then a rotation of the grid, too. All other models get each image stretched
-    to their grid. Where a side of either shows something along less than two thirds of its length, that side of both is
-    cut to what is shown first, unless the model is one for `whole` images; if the moving image is seen through a first
-    guess (`guessed`), both are cut alike, so that the guess remains the identity.
+    A model whose file names a `voxel` gets both images with the same cubic voxels around the foreground of each: a
+    rotation between the images is then a rotation of the grid, too. All other models get each image stretched to their
+    grid. If the foreground of either image covers less than two thirds of an axis, both are first cropped to their
+    foreground along it, unless the model keeps margins; `aligned` images, of which one was resampled to the grid of the
+    other, are cropped alike, so that the identity between them stays the identity.
     """
     if model.prepare is not None:
-        given = ((fixed, fixed_mask), (moving, moving_mask))
-        f, m = (_prepared_by(model.prepare, image, mask, device) for image, mask in given)
-        return f, m
-    scans = [_Scan.of(fixed, fixed_mask, model), _Scan.of(moving, moving_mask, model)]
-    frames, view = _frames(scans, model, guessed)
-    if frames is None:
-        f, m = (scan.stretched(model.grid or scan.image.shape, view, device) for scan in scans)
-    else:
-        f, m = (scan.through(frame, view, device) for scan, frame in zip(scans, frames, strict=True))
-    return f, m
+        prepare = model.prepare
+        return PreparedPair(_custom(prepare, fixed, fixed_mask, device), _custom(prepare, moving, moving_mask, device))
+    ct, warnings = ct_pair(fixed, moving)
+    scans = [_Scan.of(fixed, fixed_mask, model, ct[0]), _Scan.of(moving, moving_mask, model, ct[1])]
+    frames, note = _frames(scans, model, aligned)
+    f, m = (scan.prepared(frame, model.grid, note, device) for scan, frame in zip(scans, frames, strict=True))
+    return PreparedPair(f, m, warnings)
 
 
-def _prepared_by(prepare: Prepare, image: Image, mask: Image | None, device: torch.device) -> Prepared:
-    """The whole image as `prepare` makes it; what the mask is for is up to `prepare`."""
+def _custom(prepare: Prepare, image: Image, mask: Image | None, device: torch.device) -> Prepared:
+    """The whole image as the model's own `prepare` makes it, which decides what the mask is for."""
     tensor, note = prepare(image, mask)
     upright = to_closest_ras(image)
     return Prepared(upright, tensor.to(device), None, note, upright.shape, "whole")
 
 
-def _frames(scans: Sequence[_Scan], model: LoadedModel, guessed: bool) -> tuple[list[Frame] | None, str]:
-    """What the model sees of the scans, None if all of it; and that in words."""
+def _frames(scans: Sequence[_Scan], model: LoadedModel, aligned: bool) -> tuple[Sequence[Frame | None], str]:
+    """Which part of each scan the model sees, None for all of it, and a note about it."""
     if model.grid is not None and model.voxel is not None:
-        shown = [scan.shown() for scan in scans]
-        voxel = common_voxel([wide for _, wide in shown], model.voxel, min(model.grid))
-        pairs = zip(scans, shown, strict=True)
+        boxes = [scan.box() for scan in scans]
+        voxel = common_voxel([width for _, width in boxes], model.voxel, min(model.grid))
+        pairs = zip(scans, boxes, strict=True)
         frames = [Frame.cubic(scan.image, model.grid, centre, voxel) for scan, (centre, _) in pairs]
         return frames, f"cubic voxels of {voxel:g} mm"
     if model.grid is not None and not model.keeps_margins:
-        there = [scan.there() for scan in scans]
-        if guessed:
-            there = [there[0] | there[1]] * 2
-        cut = [a or b for a, b in zip(*map(sparse_sides, there), strict=True)]
-        if any(cut):
-            return [Frame.cut(one, model.grid, cut) for one in there], "without empty margins"
-    return None, "whole"
-
-
-def common_voxel(extents: Sequence[float], usual: float, side: int) -> float:
-    """The size of a voxel, in millimetres, for scans that show something so many millimetres wide: the usual one where
-    they fill at least half of the grid with it and fit in; otherwise one with which the wider fills most of it."""
-    widest = max(extents)
-    return usual if side / 2 <= widest / usual <= side else widest / (FILLED * side)
+        foregrounds = [scan.foreground() for scan in scans]
+        if aligned:
+            foregrounds = [foregrounds[0] | foregrounds[1]] * 2
+        axes = [a or b for a, b in zip(*map(wide_margins, foregrounds), strict=True)]
+        if any(axes):
+            return [Frame.cropped(one, model.grid, axes) for one in foregrounds], "without empty margins"
+    return [None, None], "whole"
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,48 +317,43 @@ class _Scan:
     note: str
 
     @classmethod
-    def of(cls, image: Image, mask: Image | None, model: LoadedModel) -> _Scan:
-        turned = to_closest_ras(image)
-        turned_mask = None if mask is None else to_closest_ras(mask)
-        data, done = preprocess(turned, turned_mask, ct_range=model.ct_range)
-        if model.grid is not None and len(model.grid) != turned.dim:
-            raise ValueError(f"{image.name} is {turned.dim}-D but the model is for {len(model.grid)}-D images")
-        return cls(turned, turned_mask, data, done.note)
+    def of(cls, image: Image, mask: Image | None, model: LoadedModel, ct: bool) -> _Scan:
+        upright = to_closest_ras(image)
+        upright_mask = None if mask is None else to_closest_ras(mask)
+        data, done = preprocess(upright, upright_mask, ct_range=model.ct_range, ct=ct)
+        if model.grid is not None and len(model.grid) != upright.dim:
+            raise InputError(
+                f"{image.name} is {upright.dim}-D but the model is for {len(model.grid)}-D images; expected another "
+                "image or another model"
+            )
+        return cls(upright, upright_mask, data, done.note)
 
-    def there(self) -> Tensor:
-        """(*shape): where it shows something, or has a mask."""
-        mask = self._ones()
-        return ((self.data > FOREGROUND) if mask is None else (self.data > FOREGROUND) | (mask > 0))[0, 0]
+    def foreground(self) -> Tensor:
+        """(*shape): the foreground, or inside the mask."""
+        bright, mask = self.data > FOREGROUND, self._ones()
+        return (bright if mask is None else bright | (mask > 0))[0, 0]
 
-    def stretched(self, grid: Sequence[int], view: str, device: torch.device) -> Prepared:
+    def box(self) -> tuple[list[float], float]:
+        """`foreground_box` of the mask, if there is one, or else of the foreground."""
         mask = self._ones()
-        small = None if mask is None else resize_labels(mask, grid)
-        return self._prepared(self.image, resize(self.data, grid), small, device, self.image.shape, view)
+        return foreground_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
 
-    def shown(self) -> tuple[list[float], float]:
-        """The middle, as a fractional index, of the box around the mask, or else around what is not background; and how
-        wide that box is at most, in millimetres."""
-        mask = self._ones()
-        return shown_box((self.data > FOREGROUND if mask is None else mask > 0)[0, 0], self.image.spacing)
-
-    def through(self, frame: Frame, view: str, device: torch.device) -> Prepared:
-        mask = self._ones()
-        data = frame.see(self.data)
-        small = None if mask is None else frame.see_labels(mask)
-        framed = Image(data[0, 0].numpy(), frame.affine(self.image), self.image.name)
-        sides = [round(step * (side - 1)) + 1 for step, side in zip(frame.step, frame.shape, strict=True)]
-        return self._prepared(framed, data, small, device, sides, view)
+    def prepared(self, frame: Frame | None, grid: Sequence[int] | None, note: str, device: torch.device) -> Prepared:
+        """The scan in a frame, or else stretched to a grid, or else as it is."""
+        mask, image, sides = self._ones(), self.image, self.image.shape
+        if frame is None:
+            tensor = resize(self.data, grid or sides)
+            mask = None if mask is None else resize_labels(mask, grid or sides)
+        else:
+            tensor, sides = frame.resample(self.data), frame.sides()
+            mask = None if mask is None else frame.resample_labels(mask)
+            image = Image(tensor[0, 0].numpy(), frame.affine(image), image.name)
+        if self.mask is not None and mask is not None and not bool(mask.any()):
+            raise InputError(f"{self.mask.name} is too small: no voxel of it is left on the network's grid; enlarge it")
+        return Prepared(image, tensor.to(device), None if mask is None else mask.to(device), self.note, sides, note)
 
     def _ones(self) -> Tensor | None:
         """The mask as 1 inside, 0 outside."""
         if self.mask is None:
             return None
         return torch.from_numpy((np.asarray(self.mask.data) != 0).astype(np.float32))[None, None]
-
-    def _prepared(
-        self, image: Image, tensor: Tensor, mask: Tensor | None, device: torch.device, sides: Sequence[int], view: str
-    ) -> Prepared:
-        if self.mask is not None and mask is not None and not bool(mask.any()):
-            raise ValueError(f"{self.mask.name} has too few voxels: none is left on the network's grid")
-        inside = None if mask is None else mask.to(device)
-        return Prepared(image, tensor.to(device), inside, self.note, tuple(sides), view)

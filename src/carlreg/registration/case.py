@@ -19,7 +19,7 @@ from carlreg.files.images import Image, Matrix, as_image
 from carlreg.files.landmarks import read_landmarks
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel
-from carlreg.preparation import Prepared, prepare_pair
+from carlreg.preparation import Prepared, PreparedPair, prepare_pair
 from carlreg.registration.options import PairInputs
 
 
@@ -45,11 +45,11 @@ class Case:
         f, m = case.prepared_for(model, place)
         return replace(case, f=f, m=m)
 
-    def prepared_for(self, model: LoadedModel, place: torch.device, *, masks: bool = True) -> tuple[Prepared, Prepared]:
+    def prepared_for(self, model: LoadedModel, place: torch.device, *, masks: bool = True) -> PreparedPair:
         """The fixed and the moving image as a model sees them, the latter through the first guess if there is one."""
         seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, self.initial)
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
-        return prepare_pair(self.fixed, seen, model, place, **inside, guessed=self.initial is not None)
+        return prepare_pair(self.fixed, seen, model, place, **inside, aligned=self.initial is not None)
 
 
 def read_case(inputs: PairInputs, model: LoadedModel, place: torch.device) -> Case:
@@ -70,7 +70,7 @@ def read_case(inputs: PairInputs, model: LoadedModel, place: torch.device) -> Ca
     initial = None if guess is None else _as_transform(guess, fixed.dim)
     seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
     inside = {"fixed_mask": fixed_mask, "moving_mask": seen_mask}
-    f, m = prepare_pair(fixed, seen, model, place, **inside, guessed=initial is not None)
+    f, m = prepare_pair(fixed, seen, model, place, **inside, aligned=initial is not None)
     return Case(fixed, moving, f, m, fixed_mask, moving_mask, labels["fixed"], labels["moving"], landmarks, initial)
 
 
@@ -82,7 +82,7 @@ def _pulled(
 ) -> tuple[Image, Image | None]:
     """The moving image and its mask, seen through the first guess on the fixed image's grid."""
     if mask is not None:
-        preparation.inside(mask, moving)
+        preparation.mask_voxels(mask, moving)
     if initial is None:
         return moving, mask
     seen = world_transform.apply(initial, moving, fixed, outside=float(moving.data.min()))

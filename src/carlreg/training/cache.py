@@ -182,17 +182,19 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
     intensities, done = preparation.preprocess(image, ct_range=how.ct_range)
     there = (intensities > FOREGROUND)[0, 0]
     if how.voxel is None:
-        sides = preparation.sparse_sides(there)
-        frame = Frame.cut(there, how.grid, sides) if any(sides) else None
+        sides = preparation.wide_margins(there)
+        frame = Frame.cropped(there, how.grid, sides) if any(sides) else None
     else:
         frame = _cubic(image, there, how.voxel, how.grid)
-    on_grid = resizing.resize(intensities, how.grid) if frame is None else frame.see(intensities)
+    on_grid = resizing.resize(intensities, how.grid) if frame is None else frame.resample(intensities)
     tensors = {"image": (255 * on_grid[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
         labels = images.read_labels(case.labels)
         images.check_same_grid(labels, original, "a label map")
         known = _as_tensor(orientation.to_closest_ras(labels))
-        tensors["labels"] = (resizing.resize_labels(known, how.grid) if frame is None else frame.see_labels(known))[0]
+        tensors["labels"] = (
+            resizing.resize_labels(known, how.grid) if frame is None else frame.resample_labels(known)
+        )[0]
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
     if frame is not None:
         image = Image(on_grid[0, 0].numpy(), frame.affine(image), image.name)
@@ -207,7 +209,7 @@ def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _cubic(image: Image, there: Tensor, voxel: float, grid: tuple[int, ...]) -> Frame:
     """Cubic voxels around what an image shows."""
-    centre, wide = preparation.shown_box(there, image.spacing)
+    centre, wide = preparation.foreground_box(there, image.spacing)
     side = min(grid)
     if common_voxel([wide], voxel, side) != voxel:  # `register` would take other voxels
         change = "larger voxels or a larger grid" if wide > side * voxel else "smaller voxels or a smaller grid"
