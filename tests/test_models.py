@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,11 +204,16 @@ def test_a_foreign_part_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_public_names() -> None:
     assert carlreg.__all__ == sorted(carlreg.__all__)
-    assert {name for names in carlreg._HOME.values() for name in names} == set(carlreg.__all__)
+    assert dir(carlreg) == sorted([*carlreg.__all__, "__version__"])
     for name in carlreg.__all__:
         assert getattr(carlreg, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         carlreg.nothing  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, carlreg; print(sorted({'torch', 'numpy', 'SimpleITK'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
