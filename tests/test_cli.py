@@ -20,8 +20,8 @@ from carlreg import gradicon, save
 from carlreg.cli import main
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, from_array, map_points
+from carlreg.files.results import FILES, WARPED_LABELS
 from carlreg.files.world_transform import WorldTransform
-from carlreg.registration.result import FILES, LABELS
 
 sitk = pytest.importorskip("SimpleITK")
 from test_images import BAD  # noqa: E402  (needs SimpleITK)
@@ -91,7 +91,7 @@ def test_register_writes_a_folder_that_other_tools_understand(place: Path, tmp_p
     code, err = run(*pair(place, out, *segs))
     assert code == 0
     assert "after" in err
-    assert sorted(os.listdir(out)) == sorted([*FILES, LABELS, "report.html"])
+    assert sorted(os.listdir(out)) == sorted([*FILES, WARPED_LABELS, "report.html"])
     assert "label 1</th><td>" in (out / "report.html").read_text(encoding="utf-8")
     assert os.listdir(out.parent) == ["out"]
     assert run(*pair(place, tmp_path / "bare", "--no-html"))[0] == 0
@@ -285,7 +285,7 @@ def test_pairs_share_a_model_and_do_not_stop_one_another(
     table.write_text("name,fixed,moving\none,moving.nii.gz,fixed.nii.gz\n")
     code, err = run(*words)
     assert code == 1
-    assert "holds a registration of other images" in err
+    assert "holds a registration with another fixed image" in err
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_bad_outputs(place: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
     assert run(*pair(place, out))[0] == 0
     before = {name: (out / name).read_bytes() for name in FILES}
-    refused(run, pair(place, out), "already holds warped.nii.gz")
+    refused(run, pair(place, out), "already holds report.json")
     assert {name: (out / name).read_bytes() for name in FILES} == before
     assert run(*pair(place, out, "--overwrite"))[0] == 0
     for flag, name, message in (

@@ -18,12 +18,12 @@ from torch import Tensor
 from carlreg import DisplacementField, Registration, RegistrationAlgorithm, Transform, carl, gradicon, register, save
 from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points
+from carlreg.files.results import FILES
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.instance import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.objective.losses import gaussian_blur
 from carlreg.preparation import prepare_pair
-from carlreg.registration.result import FILES
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -126,7 +126,7 @@ def test_nothing_is_overwritten_or_half_written(
     result = register(fixed=pair[0], moving=pair[1], model=model_file, io_iterations=0)
     out = tmp_path / "out"
     result.save(out)
-    with pytest.raises(FileExistsError, match=r"already holds warped.nii.gz; choose another folder"):
+    with pytest.raises(FileExistsError, match=r"already holds report.json; choose another folder"):
         result.save(out)
     result.save(out, overwrite=True)
 

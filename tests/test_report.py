@@ -17,6 +17,7 @@ from browser import Page, chromium, needs_browser
 from carlreg.files import world_transform
 from carlreg.files.images import Image, map_points
 from carlreg.files.orientation import to_closest_ras
+from carlreg.files.results import InputRecord, Report
 from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.report.encode import mosaic, png, volume_uri
@@ -55,17 +56,18 @@ def registration(
     moving = ball(shape, affine(np.eye(dim), spacing, shape), centre)
     transform = world_transform.sample(move, fixed)
     inverse = world_transform.sample(lambda points: points, moving)
-    settings = {
-        "model": "carl-base",
-        "grid": [96] * dim,
-        "inputs": {
-            side: {"path": f"folder/{name}", "shape": list(shape), "sha256": "0" * 64} for side in ("fixed", "moving")
-        },
-    }
-    curve = [{"total": 1.0 / (k + 1), "similarity": 0.5, "regularity": 0.1 * k} for k in range(losses)]
-    metrics = {"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "inverse_error_mm": 0.01}
-    warped = world_transform.apply(transform, moving, fixed)
-    return Registration(transform, inverse, warped, fixed, moving, metrics, settings, curve, warnings)
+    described = InputRecord(path=f"folder/{name}", shape=list(shape), sha256="0" * 64)
+    record = Report(
+        model={"name": "carl-base"},
+        grid=[96] * dim,
+        inputs={"fixed": described, "moving": described},
+        metrics={"folds_percent": 0.25, "inverse_consistency_mm": 1.5, "inverse_error_mm": 0.01},
+        losses=[{"total": 1.0 / (k + 1), "similarity": 0.5, "regularity": 0.1 * k} for k in range(losses)],
+        warnings=warnings,
+    )
+    return Registration(
+        transform, inverse, world_transform.apply(transform, moving, fixed), fixed, moving, record=record
+    )
 
 
 def shift(points: np.ndarray) -> np.ndarray:

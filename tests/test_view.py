@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import http.client
 import json
@@ -31,6 +32,7 @@ from carlreg.files import images, transform_files  # noqa: E402
 from carlreg.files.checksums import sha256  # noqa: E402
 from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
 from carlreg.files.orientation import to_closest_ras  # noqa: E402
+from carlreg.files.results import InputRecord  # noqa: E402
 from carlreg.show import (  # noqa: E402
     report,
     viewer,
@@ -44,15 +46,16 @@ FLIP = np.array([-1.0, -1.0, 1.0])
 def save(folder: Path, dim: int = 3, ending: str = ".nii.gz") -> Path:
     """A registration of two files with labels, as `carl register` leaves it; the files lie beside its folder."""
     pair = registration(bend if dim == 3 else (lambda points: points + 4.0), dim=dim)
-    inputs = pair.settings["inputs"]
+    inputs = {}
     for side, image in (("fixed", pair.fixed), ("moving", pair.moving)):
         path = folder / f"{side}{ending}"
         images.write(image, path)
         voxels = hashlib.sha256(np.ascontiguousarray(images.read(path).data).tobytes()).hexdigest()
-        inputs[side] |= {"path": str(path), "sha256": sha256(path), "sha256_voxels": voxels}
+        inputs[side] = InputRecord(path=str(path), sha256=sha256(path), sha256_voxels=voxels)
         labels = folder / f"{side}_organs.nii.gz"
         images.write(Image((image.data > 900).astype(np.uint8), image.affine), labels)
-        inputs[f"{side}_seg"] = {"path": str(labels), "sha256": sha256(labels)}
+        inputs[f"{side}_seg"] = InputRecord(path=str(labels), sha256=sha256(labels))
+    pair = dataclasses.replace(pair, record=dataclasses.replace(pair.record, inputs=inputs))
     return pair.save(folder / "out", extra={"report.html": report.page(pair)})
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from carlreg.errors import InputError, user_message
+from carlreg.files.results import INVERSE, TRANSFORM, WARPED, ResultFolder
 
 if TYPE_CHECKING:
     from carlreg.files.images import Image
@@ -49,7 +50,6 @@ Reference = Annotated[
 IMAGES = (".nii.gz", ".nii", ".nrrd", ".mha", ".png", ".tif", ".tiff")
 Side = Literal["fixed", "moving"]
 Interpolation = Literal["linear", "nearest"]
-REPORT, FORWARD, INVERSE, WARPED = "report.json", "transform.h5", "inverse_transform.h5", "warped.nii.gz"
 
 
 class Stopped(BaseException):
@@ -122,15 +122,11 @@ def check_new(path: Path, overwrite: bool, endings: tuple[str, ...] = ()) -> Non
         raise InputError(f"{path} cannot be written: the folder {path.parent} does not exist; create it first")
 
 
-def is_registration(path: Path) -> bool:
-    return path.is_dir() and (path / FORWARD).is_file()
-
-
 def read_transform(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
     """Read the map from fixed to moving points from a result folder or transform files; a folder has an inverse too."""
     from carlreg.files import transform_files
 
-    files = [path / (INVERSE if inverse else FORWARD) if path.is_dir() else path for path in paths]
+    files = [path / (INVERSE if inverse else TRANSFORM) if path.is_dir() else path for path in paths]
     for path, file in zip(paths, files, strict=True):
         if path.is_dir() and not file.is_file():
             raise InputError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
@@ -147,8 +143,8 @@ def read_reference(reference: Path | None, paths: list[Path], transform: Any) ->
 
     if reference is not None:
         return images.read(reference)
-    if len(paths) == 1 and is_registration(paths[0]) and (paths[0] / WARPED).is_file():
-        return images.read(paths[0] / WARPED)
+    if len(paths) == 1 and (result := ResultFolder(paths[0])).holds_registration() and result[WARPED].is_file():
+        return images.read(result[WARPED])
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         shape = transform.displacement.shape[:-1]
         return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")

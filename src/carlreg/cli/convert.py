@@ -1,10 +1,9 @@
-"""`carl convert`: transforms and images in other formats."""
+"""`carl convert`: write a transform or an image in another format."""
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,20 +15,16 @@ from carlreg.cli._shared import (
     check_new,
     read_reference,
     read_transform,
-    set_loudness,
     working,
 )
+from carlreg.errors import InputError
+from carlreg.files.results import ResultFolder
 
 if TYPE_CHECKING:
     from carlreg.files.world_transform import ItkTransform, WorldTransform
 
 
-class Part(str, Enum):
-    """Of T(x) = A(x + u(x)): both, A, or x + u(x)."""
-
-    whole = "whole"
-    affine = "affine"
-    displacement = "displacement"
+Part = Literal["whole", "affine", "displacement"]
 
 
 def convert(
@@ -37,19 +32,18 @@ def convert(
     target: Annotated[
         Path,
         typer.Argument(
-            help="Of a transform: .h5, .tfm, .mat (affine ones), an image such as .nii.gz for displacements in mm, or "
-            "disp_*.nii.gz for Learn2Reg's in voxels. Of an image: any image format."
+            help="For a transform: .h5, .tfm, .mat (affine ones only), an image such as .nii.gz for displacements in "
+            "mm, or disp_*.nii.gz for Learn2Reg's in voxels. For an image: any image format."
         ),
     ],
     reference: Reference = None,
     moving: Annotated[Path | None, typer.Option("--moving", "-m", help="The moving image, for Learn2Reg.")] = None,
-    part: Annotated[Part, typer.Option(help="Of a transform of two parts.")] = Part.whole,
+    part: Annotated[Part, typer.Option(help="Of a transform T(x) = A(x + u(x)), write T, A or x + u(x).")] = "whole",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Write a transform or an image in another format."""
-    set_loudness(quiet, verbose)
     check_new(target, overwrite)
     from carlreg.files import images, transform_files
 
@@ -71,11 +65,10 @@ def convert(
 
 
 def is_transform(path: Path) -> bool:
-    """Whether a path is a transform, as far as its name and header say, and not an image."""
-    from carlreg.cli._shared import is_registration
+    """Whether a path is a transform rather than an image, judging by its name and header."""
     from carlreg.files import transform_files
 
-    if is_registration(path) or path.name.lower().endswith(
+    if ResultFolder(path).holds_registration() or path.name.lower().endswith(
         (*transform_files.HDF5, *transform_files.TEXT, *transform_files.ALONE)
     ):
         return True
@@ -88,7 +81,7 @@ def _read(path: Path, reference: Path | None) -> WorldTransform | ItkTransform:
     if not transform_files.is_learn2reg(path):
         return read_transform([path])
     if reference is None:
-        raise ValueError(f"{path} holds displacements in voxels; give the fixed image with --reference")
+        raise InputError(f"{path} holds displacements in voxels; give the fixed image with --reference")
     return transform_files.read_learn2reg(path, images.read(reference))
 
 
@@ -97,10 +90,10 @@ def _part(transform: WorldTransform | ItkTransform, part: Part) -> WorldTransfor
 
     from carlreg.files.world_transform import WorldTransform
 
-    if part is Part.whole:
+    if part == "whole":
         return transform
     if not isinstance(transform, WorldTransform):
-        raise ValueError("this transform does not split into an affine and a displacement part; expected --part whole")
-    if part is Part.affine:
+        raise InputError("this transform has no affine and displacement parts; expected --part whole")
+    if part == "affine":
         return WorldTransform.linear(transform.affine)
     return WorldTransform(np.eye(transform.dim + 1), transform.displacement, transform.lattice)

@@ -1,4 +1,4 @@
-"""`carl explain`: where a network looks."""
+"""`carl explain`: how a network matches two images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from carlreg.cli._shared import Quiet, Verbose
+from carlreg.errors import ExistsError
+from carlreg.files.results import REPORT, ResultFolder
+
+NAMES = ("mask.nii.gz", "certainty.nii.gz", "point.png", "masks.png", "certainty.png", "probe.png", REPORT)
+"""The files that this command writes, and replaces with --overwrite."""
 
 
 def explain(
@@ -16,7 +21,7 @@ def explain(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for pictures, maps and report.json.")],
     point: Annotated[
         str | None,
-        typer.Option(help="A point of the fixed image, LPS mm: 12,-40.5,130. Else its middle.", show_default=False),
+        typer.Option(help="A point of the fixed image, LPS mm: 12,-40.5,130. Default: its centre.", show_default=False),
     ] = None,
     model: Annotated[str, typer.Option(help="A model's name or file.")] = "default",
     fixed_seg: Annotated[Path | None, typer.Option(help="Labels of the fixed image.", show_default=False)] = None,
@@ -25,9 +30,9 @@ def explain(
     ] = None,
     labels: Annotated[str | None, typer.Option(help="Probe these labels only: 1,2,6.", show_default=False)] = None,
     voxels: Annotated[int, typer.Option(help="How many random voxels' masks to draw.", min=1)] = 25,
-    seed: Annotated[int, typer.Option(help="Of the random voxels.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same voxels.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, mps")] = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files of an earlier call.")] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -42,13 +47,14 @@ def explain(
     from carlreg import explain
     from carlreg.cli.evaluate import _numbers
     from carlreg.files import images
-    from carlreg.files.atomic import write_atomically
+    from carlreg.files.atomic import refuse_result, write_atomically, write_together
     from carlreg.files.images import map_points
 
     if (fixed_seg is None) != (moving_seg is None):
         raise typer.BadParameter("a probe needs the labels of both images: --fixed-seg and --moving-seg")
-    if (out / "report.json").exists() and not overwrite:
-        raise FileExistsError(f"{out} already holds report.json; choose another folder, or --overwrite")
+    if ResultFolder(out).holds_registration():  # whose report must not be replaced by this command's
+        raise ExistsError(f"{out} holds a registration; choose another folder")
+    refuse_result(out, REPORT, overwrite)
     seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
     voxel = seen.voxel_at(middle if point is None else _point(point, seen.fixed.dim))
@@ -74,12 +80,12 @@ def explain(
         trained, heat, scores = explain.probe(seen, *maps, None if labels is None else _numbers(labels))
         pictures["probe.png"] = explain.draw_probe(seen, trained, heat, scores, {})
         report["probe_dice"] = {str(label): score for label, score in scores.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    images.write(mask, out / "mask.nii.gz", overwrite=overwrite)
-    images.write(certainty, out / "certainty.nii.gz", overwrite=overwrite)
-    for name, picture in pictures.items():
-        write_atomically(out / name, picture)
-    write_atomically(out / "report.json", (json.dumps(report, indent=2) + "\n").encode())
+    with write_together(out, NAMES, last=REPORT, overwrite=overwrite) as staging:
+        images.write(mask, staging / "mask.nii.gz")
+        images.write(certainty, staging / "certainty.nii.gz")
+        for name, picture in pictures.items():
+            write_atomically(staging / name, picture)
+        write_atomically(staging / REPORT, (json.dumps(report, indent=2) + "\n").encode())
     near = ", ".join(f"{x:.1f}" for x in centre)
     typer.echo(f"the point's match is ({near}) mm, LPS, with a spread of {spread:.1f} mm; pictures are in {out}")
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from carlreg.cli._shared import REPORT, Quiet, Verbose, is_registration
+from carlreg.cli._shared import Quiet, Verbose
+from carlreg.files.results import REPORT, ResultFolder
 
 
 def info(
@@ -22,8 +23,8 @@ def info(
         raise ValueError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
     from carlreg.cli.convert import is_transform
 
-    if is_registration(path):
-        facts = _registration(path)
+    if (result := ResultFolder(path)).holds_registration():
+        facts = _registration(result)
     elif path.suffix.lower() == ".safetensors":
         facts = model_facts(path)
     elif is_transform(path):
@@ -116,28 +117,15 @@ def model_facts(path: Path) -> dict[str, Any]:
     }
 
 
-def _registration(path: Path) -> dict[str, Any]:
+def _registration(result: ResultFolder) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "folder of `carl register`"}
-    report = path / REPORT
-    if report.is_file():
-        try:
-            content = json.loads(report.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{report} is damaged: {error}; expected the report of a registration") from error
-        known = (
-            "inputs",
-            "model",
-            "transform",
-            "io_iterations",
-            "io_over",
-            "metrics",
-            "seconds",
-            "versions",
-            "warnings",
-        )
-        facts |= {name: content[name] for name in known if content.get(name) not in (None, [], {})}
-        if "warnings" in facts:
-            facts["warnings"] = "; ".join(facts["warnings"])
-        for entry in facts.get("inputs", {}).values():
-            entry.pop("sha256_voxels", None)
+    if not result[REPORT].is_file():
+        return facts
+    report = result.read_report().to_json()
+    shown = ("inputs", "model", "transform", "io_iterations", "io_over", "metrics", "seconds", "versions", "warnings")
+    facts |= {name: report[name] for name in shown if report[name] not in (None, [], {})}
+    if "warnings" in facts:
+        facts["warnings"] = "; ".join(facts["warnings"])
+    for entry in facts.get("inputs", {}).values():
+        entry.pop("sha256_voxels", None)
     return facts

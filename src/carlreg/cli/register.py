@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import itertools
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from carlreg.cli._options import expand
-from carlreg.cli._shared import IMAGES, REPORT, Overwrite, Quiet, Verbose, check_new, say, set_loudness, working
+from carlreg.cli._shared import (
+    IMAGES,
+    Overwrite,
+    Quiet,
+    Verbose,
+    check_new,
+    print_error,
+    say,
+    set_loudness,
+    working,
+)
+from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
-
-if TYPE_CHECKING:
-    from carlreg.files.tables import Pair
 
 
 def _iterations(text: str) -> int | None:
@@ -36,7 +44,6 @@ def _iterations(text: str) -> int | None:
 
 
 Some = Path | None
-PAGE = "report.html"
 
 
 @expand(
@@ -112,15 +119,14 @@ def _one(
     overwrite: bool,
     quiet: bool,
     html: bool,
-) -> dict[str, float]:
-    """Register and save a pair; its metrics."""
+) -> Report:
+    """Register and save a pair."""
     from carlreg.files import images, transform_files
     from carlreg.registration.api import register_pair
-    from carlreg.registration.result import check_folder
     from carlreg.show import report
 
     if out is not None:
-        check_folder(out, overwrite=overwrite, also=(PAGE,) if html else ())
+        ResultFolder(out).check_free(overwrite=overwrite)
     with working("reading", quiet) as progress:
         steps = _steps(options)
         result = register_pair(
@@ -137,11 +143,11 @@ def _one(
             transform_files.write(result.transform, transform_out, overwrite=overwrite)
         if warped_out is not None:
             images.write(result.warped, warped_out, overwrite=overwrite)
-    seconds = result.settings["seconds"]["total"]
-    look = result.settings["look"]
-    turned = f"turned back by {look['degrees']:.0f}°, " if look and look["turned_back"] else ""
-    say(f"{out or transform_out or warped_out}: {turned}{_summary(result.metrics)}{seconds:.0f} s", quiet)
-    return {**result.metrics, "seconds": seconds}
+    record = result.record
+    turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look["turned_back"] else ""
+    seconds = f"{record.seconds['total']:.0f} s"
+    say(f"{out or transform_out or warped_out}: {turned}{_summary(record.metrics)}{seconds}", quiet)
+    return record
 
 
 def _steps(options: RegisterOptions) -> int:
@@ -155,7 +161,7 @@ def _steps(options: RegisterOptions) -> int:
     return steps_in_all(FIELD_STEPS if steps is None else steps)
 
 
-def _summary(metrics: dict[str, float]) -> str:
+def _summary(metrics: Mapping[str, float]) -> str:
     parts = []
     if "dice_after" in metrics:
         parts.append(f"Dice {metrics['dice_before']:.3f} before, {metrics['dice_after']:.3f} after, ")
@@ -174,66 +180,26 @@ def _summary(metrics: dict[str, float]) -> str:
 def _many(
     table: Path, out: Path, model: str, options: RegisterOptions, overwrite: bool, quiet: bool, html: bool
 ) -> int:
-    """Every pair of the table with one model. What fails does not stop the others; the exit code is 1 if any did."""
+    """Register every pair of the table with one model; the exit code is 1 if any of them failed."""
     from carlreg.files.tables import read_pairs
 
-    rows = read_pairs(table, unique=True)  # all of them, before anything heavy begins
-    from carlreg.files.atomic import write_atomically
+    pairs = read_pairs(table, unique=True)  # all of them, before anything heavy begins
     from carlreg.model.loaded import load_model
+    from carlreg.registration.cohort import register_cohort
 
-    loaded = load_model(model, options.device)
-    out.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
-    for number, pair in enumerate(rows, start=1):
-        name = pair.name
-        say(f"pair {number} of {len(rows)}: {name}", quiet)
-        line: dict[str, Any] = {"name": name, "status": "done"}
-        try:
-            if not overwrite and _is_done(out / name, pair):
-                line["status"] = "was done"
-            else:
-                line |= _one(
-                    PairInputs(**pair.files()), out / name, None, None, loaded, options, overwrite, quiet, html
-                )
-        except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError, ArithmeticError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            line |= {"status": "failed", "error": text}
-            say(f"{name}: {text}")
-        lines.append(line)
-        write_atomically(out / "summary.csv", _table(lines))
-    count = {status: sum(line["status"] == status for line in lines) for status in ("done", "was done", "failed")}
-    failed = f", {count['failed']} failed: {', '.join(n['name'] for n in lines if n['status'] == 'failed')}"
-    say(
-        f"{count['done']} pairs done, {count['was done']} were done already{failed if count['failed'] else ''}",
-        quiet and not count["failed"],
+    loaded, numbers = load_model(model, options.device), itertools.count(1)
+    rows = register_cohort(
+        pairs,
+        out,
+        loaded,
+        options,
+        register=lambda inputs, folder: _one(inputs, folder, None, None, loaded, options, overwrite, quiet, html),
+        overwrite=overwrite,
+        started=lambda name: say(f"pair {next(numbers)} of {len(pairs)}: {name}", quiet),
+        failed=print_error,
     )
-    return 1 if count["failed"] else 0
-
-
-def _is_done(folder: Path, pair: Pair) -> bool:
-    """Whether the folder holds this pair's registration; a registration of other files is an error."""
-    from carlreg.files.checksums import sha256
-
-    if not (folder / REPORT).is_file():
-        return False
-    try:
-        inputs = json.loads((folder / REPORT).read_text(encoding="utf-8"))["inputs"]
-        before = {side: inputs[side].get("sha256") for side in ("fixed", "moving")}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / REPORT} is not readable; remove the folder, or say --overwrite") from error
-    now = {
-        side: sha256(path) if path.is_file() else None
-        for side, path in (("fixed", pair.fixed), ("moving", pair.moving))
-    }
-    if before != now:
-        raise ValueError(f"{folder} holds a registration of other images; choose another name, or say --overwrite")
-    return True
-
-
-def _table(lines: list[dict[str, Any]]) -> bytes:
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in line.items()} for line in lines)
-    return text.getvalue().encode()
+    count = Counter(row.status for row in rows)
+    failed = ", ".join(row.name for row in rows if row.status == "failed")
+    counts = f"{count['done']} pairs done, {count['was done']} were done already"
+    say(f"{counts}, {count['failed']} failed: {failed}" if failed else counts, quiet and not failed)
+    return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""`carl warp`: an image or a label map through a transform."""
+"""`carl warp`: apply a transform to an image or a label map."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from carlreg.cli._shared import (
-    FORWARD,
     IMAGES,
     Interpolation,
     Overwrite,
@@ -17,53 +16,52 @@ from carlreg.cli._shared import (
     Transforms,
     Verbose,
     check_new,
-    is_registration,
     read_reference,
     read_transform,
     say,
-    set_loudness,
     working,
 )
+from carlreg.errors import InputError
+from carlreg.files.results import TRANSFORM, ResultFolder
 
 
 def warp(
-    image: Annotated[Path, typer.Option("--image", "-i", help="The image, in the moving image's world.")],
+    image: Annotated[Path, typer.Option("--image", "-i", help="The image, in the moving image's space.")],
     transform: Transforms,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
     reference: Reference = None,
     inverse: Annotated[
         bool,
-        typer.Option("--inverse", help="Bring an image from the fixed image's world to the moving one's instead."),
+        typer.Option("--inverse", help="Warp from the fixed to the moving image instead."),
     ] = False,
-    labels: Annotated[bool, typer.Option("--labels", help="It is a label map: take the nearest voxel.")] = False,
-    interpolation: Annotated[Interpolation, typer.Option(help="Between voxels.")] = "linear",
+    labels: Annotated[bool, typer.Option("--labels", help="The image is a label map: use the nearest voxel.")] = False,
+    interpolation: Annotated[Interpolation, typer.Option(help="How to interpolate between voxels.")] = "linear",
     outside: Annotated[
         float | None,
-        typer.Option(help="The value where the image does not reach; else 0, or the lowest if negative, as in a CT."),
+        typer.Option(help="The value outside the image. By default 0, or the lowest value if negative, as in CT."),
     ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Bring an image or a label map from the moving to the fixed image's grid, in its own type."""
-    set_loudness(quiet, verbose)
+    """Resample an image or a label map of the moving image on the grid of the fixed one, in its own data type."""
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
     with working("reading", quiet) as progress:
         source = images.read_labels(image) if labels else images.read(image)
-        if inverse and not all(is_registration(path) for path in transform):
-            raise ValueError(f"--inverse needs a folder of `carl register`, which has {FORWARD} and its inverse")
+        if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
+            raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
         if inverse and reference is None:
-            raise ValueError("--inverse needs --reference: the moving image, whose grid the result gets")
-        found = read_transform(transform, inverse=inverse)
-        grid = read_reference(reference, transform, found)
-        if not source.dim == found.dim == grid.dim:
-            sides = f"the image is {source.dim}-D, the transform {found.dim}-D, the reference {grid.dim}-D"
-            raise ValueError(f"{sides}; expected the same")
+            raise InputError("--inverse needs --reference: the moving image, which defines the output grid")
+        mapping = read_transform(transform, inverse=inverse)
+        grid = read_reference(reference, transform, mapping)
+        if not source.dim == mapping.dim == grid.dim:
+            sides = f"the image is {source.dim}-D, the transform {mapping.dim}-D, the reference {grid.dim}-D"
+            raise InputError(f"{sides}; expected the same")
         nearest = labels or interpolation == "nearest"
         if not nearest and images.looks_like_labels(source):
-            say(f"{image} looks like a label map; if it is one, say --labels", quiet)
+            say(f"{image} looks like a label map; if it is one, give --labels", quiet)
         progress.say("warping")
-        warped = world_transform.apply(found, source, grid, "nearest" if nearest else "linear", outside)
+        warped = world_transform.apply(mapping, source, grid, "nearest" if nearest else "linear", outside)
         images.write(warped, out, overwrite=overwrite)

@@ -1,15 +1,20 @@
-"""Checksums of files."""
+"""Checksums of files and folders."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """A file's checksum."""
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
+    """The SHA-256 of a file's content; for a folder, such as a DICOM series, of its files' names and contents."""
+    path, total = Path(path), hashlib.sha256()
+    if path.is_dir():
+        for file in sorted(one for one in path.iterdir() if one.is_file()):
+            total.update(f"{file.name}\0{sha256(file)}\n".encode())
+        return total.hexdigest()
+    with open(path, "rb") as stream:
+        while block := stream.read(2**20):
             total.update(block)
     return total.hexdigest()

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
+from carlreg.files.results import InputRecord, Report
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
@@ -39,7 +39,7 @@ from carlreg.registration.options import (
     SimilarityName,
     TransformKind,
 )
-from carlreg.registration.result import Registration
+from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rotation_search import Look, look
 from carlreg.registration.score import _score
 from carlreg.registration.solve import (
@@ -222,29 +222,31 @@ def register_pair(
     scores = _score(case, given, world, metrics)
     clock.lap("scores")
 
-    settings = {
-        "model": loaded.provenance,
-        "look": None if seen is None else _told(seen),
-        "device": str(place),
-        "transform": transform,
-        "fit_to": None if transform == "deformable" else options.fit_source,
-        "io_iterations": 0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
-        "io_over": solved.over,
-        "io_sim": options.similarity_name,
-        "regularity": regularity if regularity is not None or solved.over is None else WEIGHT[solved.over],
-        "allow_identity": options.allow_identity,
-        "seed": options.seed,
-        "grid": list(case.f.tensor.shape[2:]),
-        "io_grid": _field_sides(case.m, case.f)[1] if solved.over == "fields" else None,
-        "inputs": _describe_inputs(inputs, case),
-        "seconds": clock.seconds(),
-        "peak_memory_gb": _peak_memory(place),
-    }
-    warnings = _warnings(metrics, solved)
-    losses = [] if solved.optimized is None else solved.optimized.losses
-    return Registration(
-        world, inverse, warped, case.fixed, case.moving, metrics, settings, losses, warnings, labels, scores, spread
+    records = _describe_inputs(inputs, case)
+    record = Report(
+        model=loaded.provenance,
+        look=None if seen is None else _told(seen),
+        device=str(place),
+        transform=transform,
+        fit_to=None if transform == "deformable" else options.fit_source,
+        io_iterations=0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
+        io_over=solved.over,
+        io_sim=options.similarity_name,
+        regularity=regularity if regularity is not None or solved.over is None else WEIGHT[solved.over],
+        allow_identity=options.allow_identity,
+        seed=options.seed,
+        grid=list(case.f.tensor.shape[2:]),
+        io_grid=_field_sides(case.m, case.f)[1] if solved.over == "fields" else None,
+        inputs=records,
+        seconds=clock.seconds(),
+        peak_memory_gb=peak_memory(str(place)),
+        metrics=metrics,
+        dice=scores,
+        losses=[] if solved.optimized is None else solved.optimized.losses,
+        warnings=_warnings(metrics, solved),
+        request=make_request(loaded, options, {name: one.sha256 for name, one in records.items()}),
     )
+    return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread)
 
 
 # ---- whether the scans are turned -----------------------------------------------------------------------------------
@@ -298,41 +300,25 @@ def _warnings(metrics: dict[str, float], solved: _Solved) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _peak_memory(device: torch.device) -> dict[str, float]:
-    """The most memory that this process ever held, and the most tensors on its GPU, in GiB."""
-    peak = {}
-    try:
-        import resource
-    except ImportError:  # Windows
-        pass
+def _describe_inputs(inputs: PairInputs, case: Case) -> dict[str, InputRecord]:
+    images = {"fixed": (case.fixed, case.f), "moving": (case.moving, case.m)}
+    return {name: _describe(source, *images.get(name, ())) for name, source in inputs.sources().items()}
+
+
+def _describe(source: Any, image: Image | None = None, prepared: Prepared | None = None) -> InputRecord:
+    """Describe an input: a file or folder by its path and checksum, and an image also by its voxels."""
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source).absolute()  # so that the report can be read from another folder
+        record = InputRecord(path=str(path), sha256=sha256(path))
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak["process"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
-    if device.type == "cuda":
-        peak["gpu"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-    return peak
-
-
-def _describe_inputs(inputs: PairInputs, case: Case) -> dict[str, Any]:
-    told = {name: _source(source) for name, source in inputs.sources().items()}
-    told["fixed"] |= _describe(case.fixed, case.f)
-    told["moving"] |= _describe(case.moving, case.m)
-    return told
-
-
-def _describe(image: Image, prepared: Prepared) -> dict[str, Any]:
-    return {
-        "shape": list(image.shape),
-        "spacing_mm": [round(float(s), 6) for s in image.spacing],
-        "sha256_voxels": hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
-        "intensities": prepared.intensity_note,
-        "seen": prepared.crop_note,
-    }
-
-
-def _source(source: Any) -> dict[str, Any]:
-    """Where an input came from: a file with its checksum, a folder, or memory."""
-    if not isinstance(source, (str, os.PathLike)):
-        return {"given_as": type(source).__name__}
-    path = Path(source).absolute()  # it is looked for again, perhaps from another folder
-    return {"path": str(path)} | ({"sha256": sha256(path)} if path.is_file() else {})
+        record = InputRecord(given_as=type(source).__name__)
+    if image is None or prepared is None:
+        return record
+    return replace(
+        record,
+        shape=list(image.shape),
+        spacing_mm=[round(float(s), 6) for s in image.spacing],
+        sha256_voxels=hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
+        intensities=prepared.intensity_note,
+        seen=prepared.crop_note,
+    )

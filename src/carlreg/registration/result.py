@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import platform
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +17,15 @@ import carlreg
 from carlreg.files import images, transform_files
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image
+from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
-
-FILES = ("warped.nii.gz", "transform.h5", "inverse_transform.h5", "warp.nii.gz", "report.json")
-LABELS = "warped_seg.nii.gz"
-"""Written beside `FILES` where the moving image came with labels."""
+from carlreg.model.loaded import LoadedModel
+from carlreg.registration.options import RegisterOptions
 
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """What a registration gives. Points of the fixed image go to the moving one by `transform`, back by `inverse`."""
+    """The result of `register`. `transform` maps points of the fixed image to the moving one, `inverse` back."""
 
     transform: WorldTransform
     inverse: WorldTransform
@@ -38,17 +33,36 @@ class Registration:
     """The moving image's intensities, in its own type, on the fixed image's grid."""
     fixed: Image
     moving: Image
-    metrics: dict[str, float]
-    settings: dict[str, Any]
-    losses: list[dict[str, float]] = field(default_factory=list)
-    """Of the optimisation: total, similarity, regularity at each step."""
-    warnings: tuple[str, ...] = ()
+    record: Report
+    """How it was made, and how good it is."""
     labels: Image | None = None
     """The moving image's labels on the fixed image's grid, if there were any."""
-    dice: dict[str, dict[int, float]] = field(default_factory=dict)
-    """"before" and "after": the Dice overlap of each label, where both images had labels."""
     spread: Image | None = None
-    """Of each fixed point's attention, in mm, on a coarse grid: small where the network is sure of its match."""
+    """The spread of each fixed point's attention, in mm, on a coarse grid: small where the match is certain."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.record.metrics
+
+    @property
+    def losses(self) -> list[Mapping[str, float]]:
+        """Total, similarity and regularity at each step of the optimisation."""
+        return list(self.record.losses)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self.record.warnings)
+
+    @property
+    def dice(self) -> Mapping[str, Mapping[int, float]]:
+        """ "before" and "after": the Dice overlap of each label, where both images had labels."""
+        return self.record.dice
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the registration was made, as in `report.json`."""
+        results = ("schema", "versions", "metrics", "dice", "losses", "warnings", "request")
+        return {key: value for key, value in self.record.to_json().items() if key not in results}
 
     def save(
         self,
@@ -58,70 +72,50 @@ class Registration:
         extra: Mapping[str, str] | None = None,
     ) -> Path:
         """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5`, `warp.nii.gz` and `report.json`, and
-        `warped_seg.nii.gz` where there were labels. `extra` are further texts, by the names of their files.
+        `warped_seg.nii.gz` if there were labels. `extra` are further texts, by the names of their files.
 
-        All appear or none: they are written to a temporary folder first. Folders made for them go if they fail.
+        All files appear together or not at all. Overwriting also removes files of the old result that the new one does
+        not have; files with other names stay.
         """
-        target = check_folder(folder, overwrite=overwrite, also=extra or ())
-        made = [one for one in target.parents if not one.exists()]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new, moved = not target.exists(), list[Path]()
-        waiting = Path(tempfile.mkdtemp(dir=target.parent if new else target, prefix=f".{target.name}."))
-        try:
-            images.write(self.warped, waiting / "warped.nii.gz")
-            transform_files.write(self.transform, waiting / "transform.h5")
-            transform_files.write(self.inverse, waiting / "inverse_transform.h5")
-            transform_files.write_warp(self.transform, self.fixed, waiting / "warp.nii.gz")
+        result = ResultFolder(Path(folder))
+        with result.replaced(overwrite=overwrite) as staged:
+            images.write(self.warped, staged[WARPED])
+            transform_files.write(self.transform, staged[TRANSFORM])
+            transform_files.write(self.inverse, staged[INVERSE])
+            transform_files.write_warp(self.transform, self.fixed, staged[WARP])
             if self.labels is not None:
-                images.write(self.labels, waiting / LABELS)
+                images.write(self.labels, staged[WARPED_LABELS])
             for name, text in (extra or {}).items():
-                write_atomically(waiting / name, text.encode())
-            write_atomically(waiting / "report.json", (json.dumps(self.report(), indent=2) + "\n").encode())
-            if new:
-                waiting.chmod(0o755)
-                waiting.rename(target)
-            else:
-                for path in sorted(waiting.iterdir(), key=lambda path: path.name == "report.json"):  # that one last
-                    moved.append(target / path.name)
-                    os.replace(path, moved[-1])
-        except BaseException:
-            for path in () if overwrite else moved:
-                path.unlink(missing_ok=True)
-            shutil.rmtree(waiting, ignore_errors=True)
-            for one in made:
-                one.rmdir()
-            raise
-        shutil.rmtree(waiting, ignore_errors=True)
-        return target
+                write_atomically(staged[name], text.encode())
+            memory = peak_memory(self.record.device or "cpu")  # writing may take more than registering
+            staged.write_report(replace(self.record, versions=_versions(), peak_memory_gb=memory))
+        return result.path
 
     def report(self) -> dict[str, Any]:
-        """Versions, inputs, settings, metrics and warnings, for a machine to read."""
-        return {
-            "versions": _versions(),
-            **self.settings,
-            "metrics": {name: value if math.isfinite(value) else None for name, value in self.metrics.items()},
-            "dice": {
-                when: {str(label): score for label, score in scores.items()} for when, scores in self.dice.items()
-            },
-            "losses": self.losses,
-            "warnings": list(self.warnings),
-        }
+        """The content of `report.json`."""
+        return replace(self.record, versions=_versions()).to_json()
 
 
-def check_folder(folder: str | os.PathLike[str], *, overwrite: bool = False, also: Iterable[str] = ()) -> Path:
-    """The folder as a path, if a registration may be saved there: it can be made or written to, and it holds none."""
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; expected a folder for the results: choose another name")
-    taken = [name for name in (*FILES, LABELS, *also) if (target / name).exists()]
-    if taken and not overwrite:
-        raise FileExistsError(f"{target} already holds {taken[0]}; choose another folder, or allow overwriting")
-    above = next(one for one in (target, *target.absolute().parents) if one.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{target} cannot be written: no permission in {above}; expected a folder one may write to"
-        )
-    return target
+def make_request(model: LoadedModel, options: RegisterOptions, checksums: Mapping[str, str | None]) -> Request:
+    """A registration of inputs with these checksums. The device changes its result by no more than rounding."""
+    asked = options.as_json() | {"search_rotation": model.searches_rotation}
+    del asked["device"]
+    return Request(model.provenance.get("sha256"), asked, checksums)
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """The most memory that this process has ever held, and the most tensors on its GPU, in GiB."""
+    peak = {}
+    try:
+        import resource
+    except ImportError:  # Windows
+        pass
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak["process"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
+    if device.startswith("cuda"):
+        peak["gpu"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    return peak
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,207 @@
+"""The result folder of a registration: its file names, its report, and whether it answers a request.
+
+Imports neither torch nor numpy.
+
+A folder with `report.json` holds a finished result; without it, it is unfinished and free to use. Overwriting removes
+the files called `NAMES` and nothing else: all other files of the folder are the user's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from carlreg.errors import InputError
+from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomically, write_together
+
+WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
+TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
+REPORT, PAGE = "report.json", "report.html"
+FILES = (WARPED, TRANSFORM, INVERSE, WARP, REPORT)
+"""The files of every result."""
+NAMES = (*FILES, WARPED_LABELS, PAGE)
+"""All files that a result may have."""
+SCHEMA = 1
+"""The version of `report.json`; raised when the meaning of a key changes. Unknown keys are ignored."""
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """An input of a registration, as its report describes it."""
+
+    path: str | None = None
+    sha256: str | None = None
+    """Checksum of the file, or of all files of a DICOM folder."""
+    given_as: str | None = None
+    """The type of an input in memory."""
+    shape: Sequence[int] | None = None
+    spacing_mm: Sequence[float] | None = None
+    sha256_voxels: str | None = None
+    intensities: str | None = None
+    seen: str | None = None
+    """What the network sees of the image."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that decides a result. Equal requests have equal results, up to rounding on another device."""
+
+    model: str | None
+    """Checksum of the model file; None for a model in memory, which equals no other."""
+    options: Mapping[str, Any]
+    """Those of `RegisterOptions` that change the result, as JSON values."""
+    inputs: Mapping[str, str | None]
+    """Checksum of each input by name; None for an input in memory."""
+
+    def differences(self, other: Request) -> list[str]:
+        """What `other` asks for that this request does not, in words."""
+        different = [] if self.model is not None and self.model == other.model else ["another model"]
+        for name in sorted({*self.inputs, *other.inputs}):
+            mine, theirs = self.inputs.get(name), other.inputs.get(name)
+            if mine is None or mine != theirs:
+                article = "a" if name not in other.inputs else "no" if name not in self.inputs else "another"
+                different.append(f"{article} {f'{name} image' if name in ('fixed', 'moving') else name}")
+        for name in sorted({*self.options, *other.options}):
+            mine, theirs = self.options.get(name), other.options.get(name)
+            if mine != theirs:
+                different.append(f"{name}={mine!r} instead of {theirs!r}")
+        return different
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """`report.json`: how a registration was made, and how good it is. The fields are the keys of the file."""
+
+    schema: int = SCHEMA
+    versions: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    look: Mapping[str, Any] | None = None
+    """What the search for a rotation found, if there was one."""
+    device: str | None = None
+    transform: str | None = None
+    fit_to: str | None = None
+    io_iterations: int | None = None
+    io_over: str | None = None
+    io_sim: str | None = None
+    regularity: float | None = None
+    allow_identity: bool | None = None
+    seed: int | None = None
+    grid: Sequence[int] | None = None
+    io_grid: Sequence[int] | None = None
+    inputs: Mapping[str, InputRecord] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_gb: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dice: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """"before" and "after": the Dice overlap of each label, where both images had labels."""
+    losses: Sequence[Mapping[str, float]] = ()
+    """Total, similarity and regularity at each step of the optimisation."""
+    warnings: Sequence[str] = ()
+    request: Request | None = None
+    """What was asked for; None in reports of earlier versions."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values, without numbers that are not finite."""
+        values = asdict(self)
+        values["inputs"] = {
+            name: {key: value for key, value in described.items() if value is not None}
+            for name, described in values["inputs"].items()
+        }
+        values["dice"] = {when: {str(k): score for k, score in scores.items()} for when, scores in self.dice.items()}
+        finite: dict[str, Any] = _finite(values)
+        return finite
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """Read a report of any version: keys that it lacks have their defaults, others are ignored."""
+        known = _known(cls, values)
+        known["inputs"] = {k: InputRecord(**_known(InputRecord, v)) for k, v in known.get("inputs", {}).items()}
+        for key in ("seconds", "peak_memory_gb", "metrics"):
+            known[key] = _numbers(known.get(key, {}))
+        known["dice"] = {
+            when: {int(label): score for label, score in _numbers(scores).items()}
+            for when, scores in known.get("dice", {}).items()
+        }
+        known["request"] = Request(**_known(Request, known["request"])) if known.get("request") else None
+        return cls(**known)
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {one.name: values[one.name] for one in fields(kind) if one.name in values}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: math.nan if number is None else float(number) for name, number in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class ResultFolder:
+    """A folder that `carl register` writes.
+
+    >>> ResultFolder(Path("out")).read_report().metrics["dice_after"]
+    """
+
+    path: Path
+
+    def __getitem__(self, name: str) -> Path:
+        """The path of one of `NAMES`."""
+        return self.path / name
+
+    def holds_registration(self) -> bool:
+        return self[TRANSFORM].is_file()
+
+    def missing(self) -> list[str]:
+        """The files that a complete result would have and this folder has not."""
+        return [name for name in FILES if not self[name].is_file()]
+
+    def read_report(self) -> Report:
+        try:
+            return Report.from_json(json.loads(self[REPORT].read_text(encoding="utf-8")))
+        except OSError as error:
+            raise InputError(f"{self[REPORT]} cannot be read: {error.strerror}; expected a result folder") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{self[REPORT]} is damaged ({error}); expected the report of a registration") from error
+
+    def differences(self, request: Request) -> list[str]:
+        """How the result differs from a complete one for this request, in words; empty if it does not."""
+        if missing := self.missing():
+            return [f"no {missing[0]}"]
+        made_for = self.read_report().request
+        if made_for is None:
+            return ["a report of an earlier version, which does not list its options"]
+        return made_for.differences(request)
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raise unless a result may be written here, before any work is done for it."""
+        refuse_result(self.path, REPORT, overwrite)
+
+    @contextmanager
+    def replaced(self, *, overwrite: bool) -> Iterator[ResultFolder]:
+        """Give a folder for a new result, which replaces the old one as a whole at the end of the block."""
+        with write_together(self.path, NAMES, last=REPORT, overwrite=overwrite) as staging:
+            yield ResultFolder(staging)
+
+    def write_report(self, report: Report) -> None:
+        write_atomically(self[REPORT], (json.dumps(report.to_json(), indent=2) + "\n").encode())
+
+
+def find_results(root: PathLike) -> list[ResultFolder]:
+    """All finished results in a folder and below, in order."""
+    return [
+        ResultFolder(path.parent)
+        for path in sorted(Path(root).glob(f"**/{REPORT}"))
+        if not any(part.endswith(SUFFIX) for part in path.parts)
+    ]
