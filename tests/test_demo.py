@@ -16,7 +16,7 @@ from carlreg.cli import main
 from carlreg.demo import SHIFT, Pair, make_pair
 from carlreg.files import transform_files
 from carlreg.files.images import map_points, read, read_labels
-from carlreg.registration.result import FILES
+from carlreg.files.results import FILES
 
 pytest.importorskip("SimpleITK")
 PICTURES = ["fixed.nii.gz", "fixed_labels.nii.gz", "moving.nii.gz", "moving_labels.nii.gz"]

@@ -22,6 +22,7 @@ import torch
 from carlreg.files import images, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, map_points
+from carlreg.files.results import PAGE
 from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.objective.metrics import dice, mean_score
@@ -172,12 +173,12 @@ def run(
         }
         pairs[name], answers[name] = pair, answer
     report["answer_moved_mm"] = _moved_along(pairs, answers)
-    report["model"], report["device"] = (answers["pair"].settings[key] for key in ("model", "device"))
+    report["model"], report["device"] = answers["pair"].record.model, answers["pair"].record.device
     for name in CASES:  # only now: a failure leaves nothing behind
         pairs[name].save(folder / name, overwrite=overwrite)
         before, after = (report[name][when]["dice_of"] for when in ("before", "after"))
         overlap = {organ: (before[organ], after[organ]) for organ in after}
-        extra = {"report.html": page(answers[name], dice=overlap)}
+        extra = {PAGE: page(answers[name], dice=overlap)}
         answers[name].save(folder / name, overwrite=overwrite, extra=extra)
     report["seconds"] = round(time.perf_counter() - started, 1)
     write_atomically(folder / SUMMARY, (json.dumps(report, indent=2) + "\n").encode())

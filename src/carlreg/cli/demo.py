@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from carlreg.cli._shared import Quiet, Verbose
+from carlreg.files.results import PAGE
 
 
 def demo(
@@ -50,7 +51,7 @@ def demo(
     )
     typer.echo(f"{report['seconds']:.0f} s in all. Figures are in {out / SUMMARY}, pictures in")
     for name in CASES:
-        typer.echo(f"  {out / name / 'report.html'}")
+        typer.echo(f"  {out / name / PAGE}")
 
 
 def _list(numbers: list[float]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -23,12 +22,11 @@ from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, Matrix, map_points
+from carlreg.files.results import INVERSE, PAGE, TRANSFORM, WARPED, WARPED_LABELS, InputRecord, ResultFolder
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.geometry.grids import Grid
 from carlreg.show.report import CT_WINDOWS, DOUBLINGS, display_shape
 
-FORWARD, INVERSE, WARPED, WARPED_LABELS = "transform.h5", "inverse_transform.h5", "warped.nii.gz", "warped_seg.nii.gz"
-REPORT = "report.html"
 MAP_VOXELS = 2_000_000
 """Largest number of voxels of the Jacobian determinant, which is smooth."""
 RAS = np.array([-1.0, -1.0, 1.0])
@@ -124,15 +122,15 @@ class _Loader:
         self.notes: list[str] = []
 
     def load(self) -> Scene:
-        transform, inverse = (transform_files.read(self.result(name)) for name in (FORWARD, INVERSE))
+        transform, inverse = (transform_files.read(self.result(name)) for name in (TRANSFORM, INVERSE))
         self.add("warped", self.result(WARPED), images.read(self.folder / WARPED))
         inputs = _read_inputs(self.folder)
         for side in ("fixed", "moving"):
-            self.add_input(side, inputs.get(side, {}))
-            self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", {}))
+            self.add_input(side, inputs.get(side, InputRecord()))
+            self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", InputRecord()))
         if (labels := self.folder / WARPED_LABELS).is_file():
             self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
-        report = self.result(REPORT) if (self.folder / REPORT).is_file() else None
+        report = self.result(PAGE) if (self.folder / PAGE).is_file() else None
         return Scene(self.folder, self.images, self.names, tuple(self.notes), transform, inverse, report)
 
     def result(self, name: str) -> Path:
@@ -152,18 +150,18 @@ class _Loader:
     def add(self, name: str, path: Path, image: Image) -> None:
         self.images[name], self.names[name] = image, path.name
 
-    def add_input(self, name: str, entry: Mapping[str, Any]) -> None:
+    def add_input(self, name: str, entry: InputRecord) -> None:
         """Add an input of the registration, or a note why it is not shown."""
         labels = name.endswith("labels")
         problem = "" if labels else f"was not found; put it back or into {self.folder}"
-        for path in self.candidates(entry.get("path"), f"{name}.nii.gz"):
+        for path in self.candidates(entry.path, f"{name}.nii.gz"):
             try:
                 return self.add(name, path, self.read_input(path, entry, labels))
             except (ValueError, OSError) as error:
                 problem = f"is not shown: {user_message(error)}"
         if problem:
             title = name.replace("_", " ") if labels else f"{name} image"
-            recorded = f", {entry['path']!r}," if "path" in entry else ""
+            recorded = "" if entry.path is None else f", {entry.path!r},"
             self.notes.append(f"the {title}{recorded} {problem}")
 
     def candidates(self, recorded: object, usual: str) -> list[Path]:
@@ -174,24 +172,23 @@ class _Loader:
         # Even a look at a Windows share sends the user's credentials to its host.
         return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and path.exists()]
 
-    def read_input(self, path: Path, entry: Mapping[str, Any], labels: bool) -> Image:
+    def read_input(self, path: Path, entry: InputRecord, labels: bool) -> Image:
         """Read an input if its checksum or the user allows it."""
         image = images.read_labels(path) if labels else images.read(path)
-        unchanged = path.is_file() and entry.get("sha256") == sha256(path)
-        registered = unchanged if labels else entry.get("sha256_voxels") == _voxel_checksum(image)
+        unchanged = path.is_file() and entry.sha256 == sha256(path)
+        registered = unchanged if labels else entry.sha256_voxels == _voxel_checksum(image)
         if not (registered or self.allows(path)):
             raise InputError("report.json has another checksum or none; give --trust if you trust the folder")
-        if path.is_file() and "sha256" in entry and not unchanged:
+        if path.is_file() and entry.sha256 is not None and not unchanged:
             self.notes.append(f"{str(path)!r} has changed since the registration")
         return image
 
 
-def _read_inputs(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_inputs(folder: Path) -> Mapping[str, InputRecord]:
     """The report's entry of each input; empty if the report is missing or damaged."""
     try:
-        inputs = json.loads((folder / "report.json").read_text(encoding="utf-8"))["inputs"]
-        return {str(name): entry for name, entry in inputs.items() if isinstance(entry, dict)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ResultFolder(folder).read_report().inputs
+    except InputError:
         return {}
 
 

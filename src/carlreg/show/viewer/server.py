@@ -24,7 +24,8 @@ from urllib.parse import parse_qs
 import numpy as np
 
 from carlreg.errors import InputError, user_message
-from carlreg.show.viewer.scene import RAS, REPORT, Scene, load_scene, nifti
+from carlreg.files.results import PAGE
+from carlreg.show.viewer.scene import RAS, Scene, load_scene, nifti
 
 HOST = "127.0.0.1"
 ASSETS = {
@@ -89,7 +90,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def report_path(self) -> str | None:
-        return None if self.scene.report is None else f"/{self.report_secret}/{REPORT}"
+        return None if self.scene.report is None else f"/{self.report_secret}/{PAGE}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that close the connection early."""
