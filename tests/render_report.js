@@ -18,11 +18,13 @@ function decode(uri) {
   }
   const rows = zlib.inflateSync(Buffer.concat(parts));
   const rgba = new Uint8ClampedArray(4 * width * height);
+  const level = (x, y) => (x < 0 || y < 0 ? 0 : rgba[4 * (y * width + x)]);
+  const paeth = (a, b, c) => [a, b, c].reduce((best, v) => (Math.abs(a + b - c - v) < Math.abs(a + b - c - best) ? v : best));
   for (let y = 0; y < height; y++)
-    for (let x = 0, last = 0; x < width; x++) {
-      const raw = rows[y * (width + 1) + 1 + x];
-      last = rows[y * (width + 1)] === 1 ? (last + raw) & 255 : raw;
-      rgba[4 * (y * width + x)] = last;
+    for (let x = 0; x < width; x++) {
+      const [left, up, corner] = [level(x - 1, y), level(x, y - 1), level(x - 1, y - 1)];
+      const guess = [0, left, up, (left + up) >> 1, paeth(left, up, corner)][rows[y * (width + 1)]];
+      rgba[4 * (y * width + x)] = (rows[y * (width + 1) + 1 + x] + guess) & 255;
     }
   return { rgba, width };
 }

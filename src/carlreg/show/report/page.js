@@ -1,6 +1,6 @@
 "use strict";
 // Volumes are {shape, levels}: voxel (i, j, k) at i + nx (j + ny k). Points are unit coordinates: 0 and 1 are the first
-// and last voxel centres. `data` is what the page holds; `state` is what the reader has chosen.
+// and last voxel centres. `data` is what the page contains; `state` is what the user has chosen.
 
 /** The levels of a volume from the RGBA pixels of its mosaic, `width` pixels wide. */
 function unpack(pixels, width, volume) {
@@ -100,7 +100,7 @@ function sequential(t) {
   return [0, 1, 2].map((c) => stops[k][c] + (x - k) * (stops[k + 1][c] - stops[k][c]));
 }
 
-/** One panel as RGBA: which is "fixed", "moving", or what the middle shows. */
+/** One panel as RGBA: `which` is "fixed", "moving", or the view in the middle. */
 function render(data, plane, which, state) {
   const volume = which === "moving" ? data.moving : data.fixed;
   const point = which === "moving" ? transform(data, state.point) : state.point;
@@ -150,7 +150,7 @@ function nearest(map, at) {
   return map.levels[i + map.shape[0] * (j + map.shape[1] * k)];
 }
 
-/** How much of a line of the moving image's own grid, carried along by the transform, passes a point: 0 to 1. */
+/** How close a point is to a line of the moving image's grid, deformed by the transform: 0 (off) to 1 (on). */
 function gridLines(data, plane, lines = 16) {
   const axes = plane.axes.slice(0, 2);
   const step = axes.map((a) => 0.5 / Math.max(data.fixed.shape[a] - 1, 1));
@@ -209,7 +209,7 @@ function legend(data, view) {
   if (view === "certainty") return `attention spread over ${data.certainty.low.toPrecision(3)} mm ${gradient(sequential)} ${data.certainty.high.toPrecision(3)} mm`;
   if (view === "checkerboard") return "fixed in grey, warped tinted";
   if (view === "blend") return "fixed in orange, warped in grey";
-  if (view === "grid") return "straight lines of the moving image, as the transform bends them";
+  if (view === "grid") return "a regular grid of the moving image, deformed by the transform";
   return "";
 }
 
@@ -241,9 +241,9 @@ async function start() {
     section.className = "plane";
     const label = document.createElement("label"), slider = document.createElement("input");
     Object.assign(slider, { type: "range", min: 0, max: data.fixed.shape[plane.axes[2]] - 1, step: 1 });
-    const name = document.createElement("span"), place = document.createElement("output");
+    const name = document.createElement("span"), position = document.createElement("output");
     [name.className, name.textContent] = ["name", plane.name];
-    label.append(name, slider, place);
+    label.append(name, slider, position);
     label.hidden = data.fixed.shape[plane.axes[2]] < 2;
     slider.oninput = () => { state.point[plane.axes[2]] = slider.value / Math.max(slider.max, 1); draw(); };
     const row = document.createElement("div");
@@ -265,13 +265,13 @@ async function start() {
         draw();
       };
       row.append(figure);
-      panels.push({ plane, which, canvas, cross, caption, slider, place });
+      panels.push({ plane, which, canvas, cross, caption, slider, position });
     }
     section.append(row, label);
     byId("planes").append(section);
   }
 
-  function paint({ plane, which, canvas, cross, caption, slider, place }) {
+  function paint({ plane, which, canvas, cross, caption, slider, position }) {
     const picture = render(data, plane, which === "middle" ? state.view : which, state);
     const volume = which === "moving" ? data.moving : data.fixed;
     const [sx, sy] = [volume.spacing[plane.axes[0]], volume.spacing[plane.axes[1]]];
@@ -287,7 +287,7 @@ async function start() {
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${plane.name}: ${caption.textContent}`);
     slider.value = Math.round(state.point[plane.axes[2]] * slider.max);
-    place.textContent = `${Number(slider.value) + 1} of ${Number(slider.max) + 1}`;
+    position.textContent = `${Number(slider.value) + 1} of ${Number(slider.max) + 1}`;
   }
 
   let waiting = false;
@@ -309,8 +309,8 @@ async function start() {
   byId("window").onchange = (event) => { state.window = event.target.value; draw(); };
   byId("mix").oninput = (event) => { state.mix = Number(event.target.value); draw(); };
   byId("sides").textContent = data.planes.length > 1
-    ? "Radiological: the patient's right (R) is on the left. Blue: beyond the moving image. Click a picture to go there; the moving image follows. Positions are millimetres, RAS."
-    : "The header of a 2-D image does not say which side is which. Blue: beyond the moving image. Click a picture to go there; the moving image follows.";
+    ? "Radiological: the patient's right (R) is on the left. Blue: outside the moving image. Click a point to go there; the moving image follows. Positions are in millimetres, RAS."
+    : "The header of a 2-D image does not define left and right. Blue: outside the moving image. Click a point to go there; the moving image follows.";
   draw();
   document.body.dataset.ready = "yes";
 }

@@ -1,17 +1,17 @@
 "use strict";
-// Three panels of NiiVue. Fixed and warped lie in one space and show the same point; the moving image shows its match,
-// which the server computes with the transform itself. Positions are millimetres, RAS, as NiiVue has them.
+// Three NiiVue panels. Fixed and warped share a space and show the same point; the moving image shows its match, which
+// the server computes with the transform itself. Positions are RAS millimetres, as in NiiVue.
 
 const SIDES = ["fixed", "warped", "moving"];
-const WORDS = { fixed: "fixed", warped: "moving, warped", moving: "moving" };
+const TITLES = { fixed: "fixed", warped: "moving, warped", moving: "moving" };
 const byId = (id) => document.getElementById(id);
 const panels = {};  // by side: NiiVue's objects
 let scene, latest = 0;
 
-async function ask(address) {
-  const answer = await fetch(address);
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
+async function request(address) {
+  const response = await fetch(address);
+  if (!response.ok) throw new Error(await response.text());
+  return response.json();
 }
 
 function note(text) {
@@ -22,7 +22,7 @@ function note(text) {
   byId("notes").append(line);
 }
 
-/** Colours for the labels 0, 1, 2, …: nothing for 0, then hues that keep far apart. */
+/** Colours for the labels 0, 1, 2, …: transparent for 0, then well-separated hues. */
 function labelColours(count, hue = 0) {
   const table = { R: [0], G: [0], B: [0], A: [0], I: [0], labels: [""] };
   for (let label = 1; label <= Math.min(count, 4095); label++) {
@@ -34,7 +34,7 @@ function labelColours(count, hue = 0) {
   return table;
 }
 
-/** The volumes that lie over a side's image when this overlay is chosen. */
+/** The volumes drawn over a side's image for an overlay. */
 function overlays(side, choice) {
   if (choice === "labels") return [`${side}_labels`].filter((name) => scene.volumes[name]);
   return choice === "jacobian" && side !== "moving" ? ["jacobian", "folds"] : [];
@@ -60,24 +60,24 @@ async function changeOverlay() {
     for (const name of overlays(side, choice)) await show(side, name, byId("opacity").value / 100);
   }));
   byId("sides").textContent = (scene.dim === 3 ? "Radiological: the patient's right (R) is on the left. " : "")
-    + "Click, drag or scroll: the other images go to the matching point."
-    + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: as little as a quarter; magenta: folded." : "");
+    + "Click, drag or scroll: the other images show the matching point."
+    + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: down to a quarter; magenta: folds." : "");
 }
 
-/** Go to a point that was chosen on one side, on all of them. */
+/** Show a point chosen on one side on all sides. */
 async function go(from, mm) {
   const turn = ++latest;
   const start = from === "moving" ? "moving" : "fixed";
-  const match = await ask(`match.json?frame=ras&from=${start}&point=${mm.slice(0, 3).join(",")}`);
-  if (turn !== latest) return;  // the reader has gone on
+  const match = await request(`match.json?frame=ras&from=${start}&point=${mm.slice(0, 3).join(",")}`);
+  if (turn !== latest) return;  // the user has moved on
   for (const [side, panel] of Object.entries(panels)) {
     if (side === from) continue;
-    const place = panel.mm2frac(match[side === "moving" ? "moving" : "fixed"].ras, 0, true);
-    panel.scene.crosshairPos = Array.from(place, (x) => Math.min(Math.max(x, 0), 1));
+    const position = panel.mm2frac(match[side === "moving" ? "moving" : "fixed"].ras, 0, true);
+    panel.scene.crosshairPos = Array.from(position, (x) => Math.min(Math.max(x, 0), 1));
     panel.drawScene();
   }
-  const words = (point) => point.slice(0, scene.dim).map((x) => x.toFixed(1)).join(", ");
-  byId("where").textContent = `fixed ${words(match.fixed.ras)} mm → moving ${words(match.moving.ras)} mm`
+  const text = (point) => point.slice(0, scene.dim).map((x) => x.toFixed(1)).join(", ");
+  byId("where").textContent = `fixed ${text(match.fixed.ras)} mm → moving ${text(match.moving.ras)} mm`
     + (match.inside === false ? ", outside the moving image" : "");
   document.body.dataset.shown = turn;
 }
@@ -85,7 +85,7 @@ async function go(from, mm) {
 async function open(side) {
   const figure = document.createElement("figure"), frame = document.createElement("div");
   const caption = document.createElement("figcaption"), canvas = document.createElement("canvas");
-  caption.textContent = WORDS[side] + (side === "warped" ? "" : `: ${scene.names[side]}`);
+  caption.textContent = TITLES[side] + (side === "warped" ? "" : `: ${scene.names[side]}`);
   frame.append(canvas);
   figure.append(caption, frame);
   byId("panels").append(figure);
@@ -101,13 +101,13 @@ async function open(side) {
 }
 
 async function start() {
-  scene = await ask("scene.json");
+  scene = await request("scene.json");
   byId("report").hidden = !scene.report;
   if (scene.report) byId("report").href = scene.report;
   scene.notes.forEach(note);
   if (!document.createElement("canvas").getContext("webgl2")) {
-    note("This browser has no WebGL 2, which the viewer draws with. Switch graphics acceleration on, or try another browser"
-      + (scene.report ? "; the report (link above) needs none." : "."));
+    note("This browser has no WebGL 2, which the viewer needs. Turn on graphics acceleration or use another browser"
+      + (scene.report ? "; the report (link above) works without it." : "."));
     byId("where").textContent = "";
     document.body.dataset.ready = "no";
     return;

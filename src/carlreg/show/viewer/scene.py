@@ -17,15 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from carlreg import preparation
 from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
-from carlreg.files.images import Image, Matrix, map_points
+from carlreg.files.images import Image, ImageError, Matrix, map_points
 from carlreg.files.results import INVERSE, PAGE, TRANSFORM, WARPED, WARPED_LABELS, InputRecord, ResultFolder
 from carlreg.files.world_transform import ItkTransform, WorldTransform
-from carlreg.geometry.grids import Grid
-from carlreg.show.report import CT_WINDOWS, DOUBLINGS, display_shape
+from carlreg.show.display import DOUBLINGS, determinant, grey_scale
 
 MAP_VOXELS = 2_000_000
 """Largest number of voxels of the Jacobian determinant, which is smooth."""
@@ -50,11 +48,7 @@ class Scene:
 
     @functools.cached_property
     def determinant(self) -> Image:
-        """det ∇T over the fixed image, no finer than a display needs."""
-        fixed = self.images["warped"]  # has the fixed image's grid
-        shape = display_shape(fixed, MAP_VOXELS)
-        affine = fixed.unit_to_world() @ np.diag([*Grid.of(shape).spacing, 1.0])
-        return world_transform.jacobian_determinant(self.transform, Image(np.zeros(shape, np.uint8), affine))
+        return determinant(self.transform, self.images["warped"], MAP_VOXELS)  # on the fixed image's grid
 
     @functools.cached_property
     def warped_labels(self) -> Image:
@@ -196,13 +190,12 @@ def _voxel_checksum(image: Image) -> str:
     return hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest()
 
 
-def _window(image: Image) -> list[float] | None:
+def _window(image: Image) -> tuple[float, float] | None:
     """The range of values to display; None leaves it to the viewer."""
     try:
-        _, done = preparation.preprocess(image)
-    except ValueError:  # a constant image, for example
+        return next(iter(grey_scale(image).windows.values()))
+    except ImageError:  # a constant image, for example
         return None
-    return list(CT_WINDOWS["soft tissue"]) if done.kind == "CT" else [done.low, done.high]
 
 
 def nifti(image: Image) -> bytes:

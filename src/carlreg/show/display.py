@@ -1,0 +1,60 @@
+"""How images are displayed: grids of a screen's resolution, grey levels and windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from carlreg import preparation
+from carlreg.files import world_transform
+from carlreg.files.images import Image
+from carlreg.files.world_transform import PointMap
+from carlreg.geometry.grids import Grid
+
+DOUBLINGS = 2.0
+"""Volume changes beyond 2^±2 are displayed alike."""
+
+
+@dataclass(frozen=True)
+class GreyScale:
+    """How the intensities of an image are displayed."""
+
+    knots: tuple[tuple[float, int], ...]  # intensities and their levels, 0 to 255, linear in between
+    windows: dict[str, tuple[float, float]]  # by name, the usual one first
+
+
+CT = GreyScale(
+    ((-1024.0, 0), (-200.0, 48), (300.0, 208), (1600.0, 255)),  # most levels are for soft tissue
+    {"soft tissue": (-160.0, 240.0), "lung": (-1000.0, 200.0), "bone": (-450.0, 1050.0)},
+)
+
+
+def grey_scale(image: Image) -> GreyScale:
+    """Choose a scale by the image's modality and range."""
+    _, done = preparation.preprocess(image)
+    if done.kind == "CT":
+        return CT
+    bright = done.low + 0.6 * (done.high - done.low)
+    return GreyScale(((done.low, 0), (done.high, 255)), {"all": (done.low, done.high), "bright": (done.low, bright)})
+
+
+def display_grid(image: Image, voxels: int) -> Image:
+    """An empty image over the same box, of at most so many nearly cubic voxels, no finer than the finest axis."""
+    extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]
+    step = max(min(image.spacing), (math.prod(extent) / voxels) ** (1 / image.dim))
+    while math.prod(shape := tuple(max(2, math.floor(e / step) + 1) for e in extent)) > voxels:
+        step *= 1.01
+    return grid_over(image, shape)
+
+
+def grid_over(image: Image, shape: tuple[int, ...]) -> Image:
+    """An empty image of this shape whose corners are those of `image`."""
+    affine = image.unit_to_world() @ np.diag([*Grid.of(shape).spacing, 1.0])
+    return Image(np.zeros(shape, np.uint8), affine)
+
+
+def determinant(transform: PointMap, fixed: Image, voxels: int) -> Image:
+    """det ∇T over the fixed image, at a display's resolution."""
+    return world_transform.jacobian_determinant(transform, display_grid(fixed, voxels))

@@ -1,0 +1,146 @@
+"""What the report draws: volumes, the transform on a lattice, overlays and the layout of the planes, as JSON values."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from carlreg.files import orientation
+from carlreg.files.images import Image, Matrix, map_points
+from carlreg.geometry import resizing
+from carlreg.geometry.grids import Grid, interpolate
+from carlreg.registration.result import Registration
+from carlreg.show.display import DOUBLINGS, determinant, display_grid, grey_scale, grid_over
+
+Levels = npt.NDArray[np.uint8]
+VOXELS, MAP_VOXELS = 1_100_000, 300_000
+"""Largest size of an image and of an overlay. Three images of pure noise take less than 5 MB as text."""
+LATTICE = 56
+"""Largest number of points per axis at which the page knows the transform; it interpolates between them."""
+UNITS = 8192
+"""Steps per unit coordinate: positions within ±4 images fit into 16 bits."""
+
+
+def page_data(registration: Registration, spread: Image | None) -> dict[str, Any]:
+    """Everything that the page's script needs."""
+    fixed, moving, warped = (
+        orientation.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
+    )
+    shape = display_grid(fixed, VOXELS).shape
+    data: dict[str, Any] = {
+        "planes": _planes(fixed.dim),
+        "fixed": _image(fixed, shape, registration.fixed),
+        "warped": _image(warped, shape, registration.moving),
+        "moving": _image(moving, display_grid(moving, VOXELS).shape, registration.moving),
+        "map": _lattice(registration, fixed, moving, shape),
+        "jacobian": {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
+    }
+    return data if spread is None else data | {"certainty": _certainty(spread, fixed)}
+
+
+def _image(image: Image, shape: tuple[int, ...], source: Image) -> dict[str, Any]:
+    """The image in grey levels on the display's grid. `source` decides on modality and range."""
+    scale = grey_scale(source)
+    values = resizing.resize(torch.from_numpy(image.data.astype(np.float32))[None, None], shape)[0, 0].numpy()
+    intensities, greys = zip(*scale.knots, strict=True)
+    levels = np.interp(values, intensities, greys)
+    return {
+        **volume(np.rint(levels).astype(np.uint8)),
+        "spacing": [*grid_over(image, shape).spacing, *[1.0] * (3 - image.dim)],
+        "knots": scale.knots,
+        "windows": scale.windows,
+        "world": _unit_to_ras(image).tolist(),
+    }
+
+
+def _lattice(registration: Registration, fixed: Image, moving: Image, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The transform as unit coordinates of the moving image: three 16-bit components (3, z, y, x)."""
+    points = voxel_points(grid_over(fixed, tuple(min(n, LATTICE) for n in shape)))
+    unit = map_points(moving.world_to_unit(), registration.transform(points))
+    sides = _three(points.shape[:-1])
+    steps = np.zeros((*sides, 3), "<i2")
+    steps[..., : fixed.dim] = np.clip(np.rint(unit * UNITS), -32768, 32767).reshape(*sides, fixed.dim)
+    values = base64.b64encode(steps.transpose(3, 2, 1, 0).tobytes()).decode()
+    return {"shape": sides, "units": UNITS, "values": values}
+
+
+def _jacobian(registration: Registration, fixed: Image) -> dict[str, Any]:
+    """det ∇T as levels: 0 where the transform folds, 1 to 255 for 2^−2 to 2^2 times the volume."""
+    values = determinant(registration.transform, fixed, MAP_VOXELS).data
+    doublings = np.log2(np.clip(values, 1e-6, None)) / DOUBLINGS
+    return volume(np.where(values <= 0, 0, np.clip(np.rint(128 + 127 * doublings), 1, 255)).astype(np.uint8))
+
+
+def _certainty(spread: Image, fixed: Image) -> dict[str, Any]:
+    """The spread of the attention as levels, from the widest to the narrowest."""
+    points = voxel_points(display_grid(fixed, MAP_VOXELS))
+    unit = torch.from_numpy(map_points(spread.world_to_unit(), points))[None]
+    values = interpolate(torch.from_numpy(spread.data.astype(np.float64))[None, None], unit)[0, 0].numpy()
+    narrow, wide = float(values.min()), float(values.max())
+    levels = np.rint(255 * (wide - values) / max(wide - narrow, 1e-12)).astype(np.uint8)
+    return {**volume(levels), "low": wide, "high": narrow}
+
+
+def voxel_points(grid: Image) -> Matrix:
+    """World points (*shape, D) of the voxels of a grid."""
+    return map_points(grid.unit_to_world(), Grid.of(grid.shape).points(torch.float64).numpy())
+
+
+def _planes(dim: int) -> list[dict[str, Any]]:
+    """The layout of each plane: array axes to the right, downwards and through it, which of the first two run
+    backwards, and the names of the edges.
+
+    Array axes run to the right, to the front and to the head. Radiological: the patient's right is on the left.
+    """
+    if dim == 2:
+        return [{"name": "image", "axes": [0, 1, 2], "flip": [False, False], "edges": ["", "", "", ""]}]
+    return [
+        {"name": "axial", "axes": [0, 1, 2], "flip": [True, True], "edges": ["R", "L", "A", "P"]},
+        {"name": "coronal", "axes": [0, 2, 1], "flip": [True, True], "edges": ["R", "L", "S", "I"]},
+        {"name": "sagittal", "axes": [1, 2, 0], "flip": [True, True], "edges": ["A", "P", "S", "I"]},
+    ]
+
+
+def _unit_to_ras(image: Image) -> Matrix:
+    """(3, 4): unit coordinates to world millimetres, RAS."""
+    matrix, dim, unit = np.zeros((3, 4)), image.dim, image.unit_to_world()
+    signs = np.array([-1.0, -1.0, 1.0]) if dim == 3 else np.ones(dim)
+    matrix[:dim, :dim], matrix[:dim, 3] = signs[:, None] * unit[:-1, :-1], signs * unit[:-1, -1]
+    return matrix
+
+
+def _three(shape: Iterable[int]) -> list[int]:
+    sides = list(shape)
+    return [*sides, *[1] * (3 - len(sides))]
+
+
+def volume(levels: Levels) -> dict[str, Any]:
+    """A volume of 8-bit levels as a PNG of its slices, in a data URI."""
+    from PIL import Image as Picture
+
+    levels = levels.reshape(_three(levels.shape))
+    picture, columns = mosaic(levels)
+    file = io.BytesIO()
+    Picture.fromarray(picture).save(file, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"shape": list(levels.shape), "columns": columns, "png": uri}
+
+
+def mosaic(levels: Levels) -> tuple[Levels, int]:
+    """Arrange the slices (nx, ny, nz) of a volume in rows of tiles; return the picture and the tiles per row.
+
+    Pixel (i, j) of tile k, counted row by row, is voxel (i, j, k): i to the right, j down.
+    """
+    nx, ny, nz = levels.shape
+    columns = max(1, math.ceil(math.sqrt(nz * ny / nx)))
+    rows = math.ceil(nz / columns)
+    tiles = np.zeros((rows * columns, ny, nx), np.uint8)
+    tiles[:nz] = levels.transpose(2, 1, 0)
+    return tiles.reshape(rows, columns, ny, nx).swapaxes(1, 2).reshape(rows * ny, columns * nx), columns
