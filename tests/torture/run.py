@@ -86,6 +86,7 @@ def preload() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1200, help="for a sample, in all")
+    parser.add_argument("--cases", type=int, help="of each family, at most")
     parser.add_argument("--full", action="store_true", help="every case of every family")
     parser.add_argument("--only", help="families whose name contains this")
     parser.add_argument("--state", type=Path, default=Path("torture-state.json"), help="where a full run stands")
@@ -101,7 +102,7 @@ def main() -> None:
         for family in chosen:
             done = state.setdefault(family.name, {"cases": 0, "failures": [], "seconds": 0.0})
             if not arguments.full:
-                attack(family, done, arguments.seconds / len(chosen))
+                attack(family, done, arguments.seconds / len(chosen), arguments.cases)
             while arguments.full and done["cases"] < family.count:
                 attack(family, done, 30)
                 arguments.state.write_text(json.dumps(state))
