@@ -140,11 +140,20 @@ SETS = {
 
 @table
 def base_at_the_grid() -> Iterator[Sequence[str]]:
-    yield "", "pairs", "before", "after, network alone", "folds, %"
-    scores = result("base/results/scores.json")["val"]["network"]
-    for key, name in SETS.items():
-        row = scores[key]
-        yield name, str(row["pairs"]), *three([row["before"], row["dice"], row["folds"]])
+    yield "", "pairs", "before", "after", "folds, %"
+    scores = result("base/results/scores-6.json")["after"]["val"]
+    for words, kind in (
+        ("brain, 14 subcortical structures", "brain"),
+        ("the same, the moving brain in another contrast", "brain_other_contrast"),
+        ("abdomen CT, 13 organs", "abdomen"),
+        ("abdomen MR, 4 organs", "abdomen_mr"),
+        ("abdomen CT and MR, both ways, 4 organs", "ct_mr"),
+        ("heart, systole fixed, 3 structures", "cardiac_systole_fixed"),
+        ("heart, diastole fixed, 3 structures", "cardiac_diastole_fixed"),
+        ("hippocampus, 2 parts", "hippocampus"),
+    ):
+        row = scores[kind]
+        yield words, str(row["pairs"]), *three([row["before"], row["dice"], row["folds"]])
 
 
 @table
@@ -193,6 +202,33 @@ def base_beside_others() -> Iterator[Sequence[str]]:
         dice = [scores["brain"]["dice"], scores["abdomen"]["dice"], scores["abdomen"]["dice_five"]]
         folds = ", ".join(f"{scores[key]['folds']:.4f}" for key in SETS)
         yield name, *three([*dice, scores["hippocampus"]["dice"]]), folds, steps
+
+
+@table
+def base_5() -> Iterator[Sequence[str]]:
+    yield "", "dev: boxes", "carl-base 4", "carl-base 5", "val: boxes", "carl-base 4", "carl-base 5"
+    scores = result("base/results/scores-6.json")
+    for words, kind, key in (
+        ("brain, 14 subcortical", "brain", "dice"),
+        ("the same, the moving brain in another contrast", "brain_other_contrast", "dice"),
+        ("brain, IBSR, 3 tissues", "brain_ibsr", "dice"),
+        ("rendered heads, each in its contrast, 14 subcortical", "brain_maps", "dice"),
+        ("rendered head to OASIS brain", "head_to_brain", "dice"),
+        ("abdomen CT, 13 organs", "abdomen", "dice"),
+        ("abdomen CT, 5 organs", "abdomen", "dice_five"),
+        ("abdomen MR, 4 organs", "abdomen_mr", "dice"),
+        ("abdomen CT and MR, both ways, 4 organs", "ct_mr", "dice"),
+        ("heart, systole fixed", "cardiac_systole_fixed", "dice"),
+        ("heart, diastole fixed", "cardiac_diastole_fixed", "dice"),
+        ("hippocampus", "hippocampus", "dice"),
+    ):
+        cells = []
+        for split in ("dev", "val"):
+            start, end = (scores[when][split].get(kind) for when in ("before", "after"))
+            known = start is not None and end is not None
+            cells.append(f"{start['before']:.3f}" if known and key == "dice" else "")
+            cells += three([start[key], end[key]]) if known else ["", ""]
+        yield words, *cells
 
 
 @table

@@ -1,20 +1,27 @@
-"""Pack brain, abdomen and hippocampus scans for training: one small file that a bare GPU machine can read.
+"""Pack scans for training into small files that a bare GPU machine can read.
 
     python experiments/base/prepare.py DATA carry/base.npz
+    python experiments/base/prepare.py DATA carry/all.npz --sets all --most-mib 20
     python experiments/base/prepare.py DATA carry/turned.npz --sets brain --isotropic 2
     python experiments/base/prepare.py DATA carry/turned_labels.npz --sets brain --isotropic 1 --side 191 --labels-only
 
-DATA holds `brain`, `abdomen` and `hippocampus`, each with `train` and `val` folders of NAME.nii.gz and
-NAME_labels.nii.gz. Scans are turned to the axis order and directions closest to RAS and stretched to the network's
-grid (hippocampus crops, which are small, keep their own). For a network that learns rotations, `--isotropic` keeps
-their proportions instead: voxels of so many mm around the middle of the scan, empty where it ends. `--labels-only`
-packs the labels of the subjects that are scored, on a finer grid than their images. The last three training subjects of
-each set are kept back as `dev`, to choose on.
+DATA holds a folder for each set, most of them with `train` and `val` folders of NAME.nii.gz and NAME_labels.nii.gz.
+Scans are turned to the axis order and directions closest to RAS and stretched to the network's grid (hippocampus crops,
+which are small, keep their own; hearts and abdominal MRI keep the slices they have). For a network that learns
+rotations, `--isotropic` keeps their proportions instead: voxels of so many mm around the middle of the scan, empty
+where it ends. `--labels-only` packs the labels of the subjects that are scored, on a finer grid than their images. The
+last three training subjects of each set (patients of `cardiac`) are kept back as `dev`, to choose on.
+
+Of `brain_maps`, which are label maps alone, NAME is the whole map and NAME/labels the subcortical structures, numbered
+as those of `brain`. CT of lungs is packed in steps of 8 HU from −1024; both of its pairs are trained on. With
+`--most-mib`, the output is split into files of at most that size: all-1.npz, all-2.npz and so on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import zlib
 from pathlib import Path
 
 import nibabel as nib
@@ -29,71 +36,118 @@ from carlreg.objective.losses import gaussian_blur
 SIDE = 96
 DEV = 3
 SETS = ("brain", "abdomen", "hippocampus")
+MORE = ("brain_ibsr", "brain_maps", "abdomen_mr", "cardiac", "lung")
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
+"""Right and left accumbens, amygdala, caudate, hippocampus, pallidum, putamen, thalamus."""
+FREESURFER = (58, 26, 54, 18, 50, 11, 53, 17, 52, 13, 51, 12, 49, 10)
+"""The same structures as FreeSurfer numbers them."""
+LUNGS = {"lung/plastimatch": ("t0", "t5"), "lung/elastix": ("baseline", "followup")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=(*SETS, *MORE, "all"))
+    parser.add_argument("--most-mib", type=float, help="size of a file; what is more goes into further files")
     parser.add_argument("--isotropic", type=float, metavar="MM", help="size of a voxel, where scans are not stretched")
     parser.add_argument("--side", type=int, default=SIDE, help="of the network's grid")
     parser.add_argument("--labels-only", action="store_true", help="of dev and val, to score by")
     parser.add_argument("--most", type=int, help="subjects per set and split at most, to try things out")
     arguments = parser.parse_args()
     packed: dict[str, NDArray[np.uint8]] = {}
-    for name in arguments.sets:
-        train = subjects(arguments.data / name / "train")
-        splits = {"train": train[:-DEV], "dev": train[-DEV:], "val": subjects(arguments.data / name / "val")}
-        for split, paths in splits.items():
+    for name in (*SETS, *MORE) if "all" in arguments.sets else arguments.sets:
+        for split, paths in splits(arguments.data, name).items():
             if arguments.labels_only and split == "train":
                 continue
             for path in paths[: arguments.most]:
-                side = None if name == "hippocampus" else arguments.side
+                key = f"{name}/{split}/{path.name.removesuffix('.nii.gz')}"
                 if not arguments.labels_only:
-                    stem = path.name.removesuffix(".nii.gz")
-                    packed[f"{name}/{split}/{stem}"] = image(path, side, arguments.isotropic)
-                labels = path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz"))
-                packed[f"{name}/{split}/{path.name.removesuffix('.nii.gz')}/labels"] = label_map(
-                    labels, side, arguments.isotropic, name
-                )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(arguments.out, **packed)  # type: ignore[arg-type]
-    print(f"{len(packed)} volumes, {arguments.out.stat().st_size / 2**20:.1f} MiB")
+                    packed[key] = image(path, arguments.side, arguments.isotropic, name)
+                labels = path if name == "brain_maps" else path.with_name(path.name.replace(".nii", "_labels.nii"))
+                if labels.exists():
+                    packed[f"{key}/labels"] = label_map(labels, arguments.side, arguments.isotropic, name)
+    write(packed, arguments.out, arguments.most_mib)
+
+
+def write(packed: dict[str, NDArray[np.uint8]], out: Path, most_mib: float | None) -> None:
+    """One file, or as many as are needed: a volume goes into the next one where it would make this one too large."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, NDArray[np.uint8]]] = [{}]
+    size = 0.0
+    for key, volume in packed.items():
+        own = len(zlib.compress(volume.tobytes())) / 2**20 + 0.001
+        if most_mib is not None and files[-1] and size + own > most_mib:
+            files.append({})
+            size = 0.0
+        files[-1][key] = volume
+        size += own
+    for number, content in enumerate(files, start=1):
+        path = out if most_mib is None else out.with_name(f"{out.stem}-{number}{out.suffix}")
+        np.savez_compressed(path, **content)  # type: ignore[arg-type]
+        print(f"{path.name}: {len(content)} volumes, {path.stat().st_size / 2**20:.1f} MiB")
+
+
+def splits(data: Path, name: str) -> dict[str, list[Path]]:
+    """The scans of a set to train, choose and report on."""
+    if name == "lung":
+        return {"train": [data / folder / f"{scan}.nii.gz" for folder, pair in LUNGS.items() for scan in pair]}
+    if name in ("brain_ibsr", "brain_maps"):
+        scans = subjects(data / name)
+        return {"train": scans[:-DEV], "dev": scans[-DEV:]}
+    scans, kept = subjects(data / name / "train"), DEV * (2 if name == "cardiac" else 1)
+    return {"train": scans[:-kept], "dev": scans[-kept:], "val": subjects(data / name / "val")}
 
 
 def subjects(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*.nii.gz") if not p.name.endswith("_labels.nii.gz"))
 
 
-def volume(path: Path, side: int | None, isotropic: float | None) -> tuple[Tensor, Tensor]:
-    """A scan, and where in its unit coordinates the network's voxels lie."""
+def volume(path: Path, side: int, isotropic: float | None, name: str) -> tuple[Tensor, Tensor | None]:
+    """A scan, and where in its unit coordinates the network's voxels lie; None where it keeps its own."""
     scan = nib.as_closest_canonical(nib.load(path))
     data = torch.from_numpy(np.asarray(scan.dataobj).astype(np.float32))[None, None]
-    if isotropic is None or side is None:
-        grid = Grid.of(scan.shape if side is None else (side,) * 3)
-    else:
-        steps = [isotropic / (n - 1) / float(mm) for n, mm in zip(scan.shape, scan.header.get_zooms(), strict=True)]
-        grid = Grid((side,) * 3, tuple(0.5 - (side - 1) / 2 * step for step in steps), tuple(steps))
+    if name == "hippocampus":
+        return data, None
+    if isotropic is None:
+        shape = [min(side, n) for n in scan.shape] if name in ("cardiac", "abdomen_mr") else [side] * 3
+        return data, Grid.of(shape).points()[None]
+    steps = [isotropic / (n - 1) / float(mm) for n, mm in zip(scan.shape, scan.header.get_zooms(), strict=True)]
+    grid = Grid((side,) * 3, tuple(0.5 - (side - 1) / 2 * step for step in steps), tuple(steps))
     return data, grid.points()[None]
 
 
-def image(path: Path, side: int | None, isotropic: float | None) -> NDArray[np.uint8]:
-    scan, points = volume(path, side, isotropic)
-    if side is not None:
-        scan = gaussian_blur(scan, 0.5) if max(scan.shape) > 1.5 * side else scan
+def image(path: Path, side: int, isotropic: float | None, name: str) -> NDArray[np.uint8]:
+    if name == "brain_maps":
+        return label_map(path, side, isotropic, "whole")
+    scan, points = volume(path, side, isotropic, name)
+    if name == "lung":
+        scan = (scan + 1024) / 8
+    if points is not None:
+        if name in SETS:
+            scan = gaussian_blur(scan, 0.5) if max(scan.shape) > 1.5 * side else scan
+        else:  # within slices, which are finer than the grid
+            slices = scan[0].movedim(-1, 0)
+            width = max(scan.shape[2:4]) / side / 2.5
+            scan = gaussian_blur(slices, width).movedim(0, -1)[None] if width > 0.5 else scan
         scan = interpolate(scan, points, outside="zeros" if isotropic else "border")
     return scan[0, 0].round().clamp(0, 255).byte().numpy()
 
 
-def label_map(path: Path, side: int | None, isotropic: float | None, name: str) -> NDArray[np.uint8]:
-    labels, points = volume(path, side, isotropic)
-    if side is not None:
+def label_map(path: Path, side: int, isotropic: float | None, name: str) -> NDArray[np.uint8]:
+    labels, points = volume(path, side, isotropic, name)
+    if points is not None:
         labels = interpolate(labels, points, mode="nearest", outside="zeros" if isotropic else "border")
-    if name == "brain":  # numbered from 1, what is not subcortical left out
-        labels = sum((labels == value).float() * (i + 1) for i, value in enumerate(SUBCORTICAL))  # type: ignore[assignment]
+    if name in ("brain", "brain_maps"):  # numbered from 1, what is not subcortical left out
+        values = SUBCORTICAL if name == "brain" else [numbers_of(path)[value] for value in FREESURFER]
+        labels = sum((labels == value).float() * (i + 1) for i, value in enumerate(values))  # type: ignore[assignment]
     return labels[0, 0].byte().numpy()
+
+
+def numbers_of(path: Path) -> dict[int, int]:
+    """What FreeSurfer's numbers are in the maps beside this one."""
+    values = json.loads((path.parent / "label_values.json").read_text())
+    return {freesurfer: int(own) for own, freesurfer in values.items()}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,664 @@
+"""Train carl-base on every set at once, in any contrast, and score it on labelled pairs at the network's grid.
+
+    python experiments/base/universal.py carry/all-1.npz carry/all-2.npz carry/all-3.npz --out OUT --model carl-base
+    python experiments/base/universal.py carry/all-*.npz --out OUT --model carl-base --score OUT/model.safetensors
+    python experiments/base/universal.py carry/all-*.npz --out OUT --model carl-base --measure
+
+The packs are those of `prepare.py --sets all`. The contrast of half of the images that the network sees is changed at
+random, and the loss is computed on the true ones. Images of `brain_maps` are rendered from label maps, with a contrast
+of their own each, and the loss is computed on images that share one. CT and MR of the abdomen are compared by the
+organs that both show. A run that the clock has stopped goes on from its folder with the same call.
+
+Writes the best model by the mean of `CHOSEN_BY` on `dev` (training subjects kept back) as half floats; with `--score`,
+Dice on `dev` and `val` of the model that the run started from and of the one that is named into scores.json; with
+`--measure`, the time of a training step with and without drawing into speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from carlreg import Affine, RegistrationAlgorithm, load, pretrained, save, warp
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.grids import interpolate
+from carlreg.geometry.jacobian import folding
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.synthesis import random_anatomy
+from carlreg.synthesis.contrast import random_colours, random_contrast, render
+from carlreg.training.batches import Batch
+from carlreg.training.loop import Progress, train
+from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
+
+SIDE = 96
+MIX = {
+    "brain": 0.18,
+    "brain_ibsr": 0.05,
+    "brain_maps": 0.11,
+    "map_with_brain": 0.07,
+    "abdomen": 0.2,
+    "abdomen_mr": 0.1,
+    "ct_mr": 0.11,
+    "cardiac": 0.1,
+    "hippocampus": 0.08,
+    "lung": 0.04,
+}
+"""How often pairs of each kind are drawn, where they are not random anatomy."""
+CROPPED = ("abdomen", "abdomen_mr")
+"""The sets whose scans end where the radiographer let them: some show the chest, some the pelvis."""
+WITHIN = ("cardiac", "lung")
+"""The sets whose pairs show one patient twice, in one place."""
+MOST_ROOM = 0.8
+"""Of a scan's side, in all, that an image with empty space around it shows beyond the scan."""
+STRUCTURES = 14
+"""Labels that are learnt from, at most."""
+SHARED = (1, 2, 3, 6)
+"""Spleen, kidneys and liver: what is labelled in CT and in MR."""
+ABDOMEN_FIVE = (1, 2, 3, 6, 11)
+"""Spleen, kidneys, liver, pancreas."""
+VALUES = tuple(
+    int(value)
+    for value in [
+        "0",
+        "2",
+        "3",
+        "4",
+        "5",
+        "7",
+        "8",
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+        "15",
+        "16",
+        "17",
+        "18",
+        "24",
+        "25",
+        "26",
+        "28",
+        "30",
+        "41",
+        "42",
+        "43",
+        "44",
+        "46",
+        "47",
+        "49",
+        "50",
+        "51",
+        "52",
+        "53",
+        "54",
+        "57",
+        "58",
+        "60",
+        "62",
+        "72",
+        "85",
+        "136",
+        "137",
+        "163",
+        "164",
+        "502",
+        "506",
+        "507",
+        "508",
+        "509",
+        "511",
+        "512",
+        "514",
+        "515",
+        "516",
+        "530",
+    ]
+)
+"""FreeSurfer's numbers of the structures in `brain_maps`, in their order there."""
+HEAD = 500
+"""From this number on it is not the brain."""
+FLUID = (4, 5, 14, 15, 24, 43, 44, 72)
+WHITE = (2, 7, 16, 28, 41, 46, 60, 85)
+OUTSIDE_FLUID = 24
+T1 = dict.fromkeys(FLUID, 0.15) | {2: 0.8, 41: 0.8, 7: 0.78, 46: 0.78, 16: 0.75, 28: 0.7, 60: 0.7, 85: 0.6}
+T1 |= {3: 0.52, 42: 0.52, 8: 0.5, 47: 0.5, 10: 0.66, 49: 0.66, 11: 0.55, 50: 0.55, 12: 0.6, 51: 0.6, 13: 0.72, 52: 0.72}
+T1 |= {17: 0.52, 53: 0.52, 18: 0.5, 54: 0.5, 26: 0.55, 58: 0.55, 30: 0.3, 62: 0.3}
+"""About what T1 MRI shows of each structure."""
+LUNG_WINDOW = (-1000.0, 275.0)
+"""In which lungs are scored, in HU."""
+CHOSEN_BY = (
+    "brain",
+    "brain_other_contrast",
+    "brain_ibsr",
+    "brain_maps",
+    "head_to_brain",
+    "abdomen",
+    "abdomen_mr",
+    "ct_mr",
+    "cardiac_diastole_fixed",
+    "cardiac_systole_fixed",
+    "hippocampus",
+)
+"""Lungs are not among them: both of their pairs are trained on."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True, help="the model to go on from: a file, or carl-base")
+    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
+    parser.add_argument("--steps", type=int, default=18_000)
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--final-rate", type=float, default=5e-6, help="where it ends, along half a cosine")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
+    parser.add_argument("--synthetic", type=float, default=0.1, help="share of pairs that show random anatomy")
+    parser.add_argument("--changed", type=float, default=0.5, help="share of the seen images in another contrast")
+    parser.add_argument("--cropped", type=float, default=0.5, help="share of abdomens that lose slices at either end")
+    parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
+    parser.add_argument("--label-weight", type=float, default=1.0, help="of the overlap of the training labels")
+    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--validate-every", type=int, default=2500, help="steps between scores on dev, and checkpoints")
+    parser.add_argument("--no-graphs", action="store_true", help="steps are not replayed as CUDA graphs")
+    parser.add_argument("--score", type=Path, metavar="MODEL", help="score this model and the start, train nothing")
+    parser.add_argument("--measure", action="store_true", help="time steps, train nothing")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = Mixture(arguments.packs, arguments.side, device)
+    data.changed, data.cropped, data.room = arguments.changed, arguments.cropped, arguments.room
+    data.synthetic = arguments.synthetic
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {
+        "commit": arguments.commit,
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "seed": arguments.seed,
+        "grid": arguments.side,
+    }
+    if arguments.score is not None:
+        report = {**about, "started_from": arguments.model.name, "model": arguments.score.name}
+        for name, path in (("before", arguments.model), ("after", arguments.score)):
+            model = start_from(path, device)
+            report[name] = {split: data.evaluate(model, split) for split in ("dev", "val")}
+            write(report, arguments.out / "scores.json")
+        return
+
+    model = start_from(arguments.model, device)
+    stage = Stage(
+        arguments.steps,
+        warm_up=100,
+        learning_rate=arguments.rate,
+        final_learning_rate=arguments.final_rate,
+        label_weight=arguments.label_weight,
+    )
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.packed)} volumes", flush=True
+    )
+    if arguments.measure:
+        times = measure(model, data, stage, arguments.pairs, arguments.out / "measured")
+        write({**about, **times}, arguments.out / "speed.json")
+        return
+
+    def on_dev(model: RegistrationAlgorithm) -> float:
+        began = time.monotonic()
+        scores = data.evaluate(model, "dev")
+        mean = float(np.mean([scores[name]["dice"] for name in CHOSEN_BY if name in scores]))
+        short = {name: round(row["dice"], 4) for name, row in scores.items()}
+        print(f"dev {mean:.4f} ({time.monotonic() - began:.1f} s)", short, flush=True)
+        return mean
+
+    start = on_dev(model)
+    model = train(
+        model,
+        lambda generator: data.draw(generator, arguments.pairs),
+        [stage],
+        out=arguments.out / "run",
+        seed=arguments.seed,
+        validate=on_dev,
+        validate_every=arguments.validate_every,
+        save_every=arguments.validate_every,
+        seconds=arguments.seconds,
+        graphs=False if arguments.no_graphs else None,
+        callback=show,
+    )
+    final = on_dev(model)
+    best = arguments.out / "run" / "best.safetensors"
+    if best.exists():
+        candidate = load(best, device=device)
+        if (score := on_dev(candidate)) > final:
+            model, final = candidate, score
+    print(f"dev {start:.4f} before, {final:.4f} after", flush=True)
+    facts = {"name": "carl-base", "grid": " ".join(3 * [str(arguments.side)])}
+    save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=facts)
+
+
+def start_from(model: Path, device: torch.device) -> RegistrationAlgorithm:
+    """A model file, or a model of the package by its name."""
+    return load(model, device=device) if model.is_file() else pretrained(str(model)).to(device)
+
+
+def show(progress: Progress) -> None:
+    if progress.step % 200 == 0:
+        parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
+        print(f"step {progress.step} ({progress.seconds:.0f} s): {parts}, skipped {progress.skipped}", flush=True)
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report), flush=True)
+
+
+def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: int, out: Path) -> dict[str, float]:
+    """Milliseconds of a step alone, of drawing alone, and of both as `train` does them."""
+    device, cuda = data.device, data.device.type == "cuda"
+    count, warm = (200, 20) if cuda else (2, 1)
+
+    def clock() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    runner = TrainingStep(model.train(), stage, device=device)
+    batch = data.draw(torch.Generator().manual_seed(0), pairs)
+    for number in range(warm + count):
+        if number == warm:
+            began = clock()
+        runner(*batch[:2], 1e-6, number, batch[2:4], batch[4:6])  # type: ignore[arg-type]
+    alone = (clock() - began) / count
+    for number in range(warm + count):
+        if number == warm:
+            began = clock()
+        data.draw(torch.Generator().manual_seed(number), pairs)
+    drawing = (clock() - began) / count
+    seen: dict[int, float] = {}
+    train(
+        model,
+        lambda generator: data.draw(generator, pairs),
+        [replace(stage, steps=warm + count, learning_rate=1e-6, final_learning_rate=None)],
+        out=out,
+        save_every=10**9,
+        log_every=warm if cuda else 1,
+        callback=lambda progress: seen.__setitem__(progress.step, progress.seconds),
+    )
+    both = (seen[warm + count] - seen[warm]) / count
+    return {"step_ms": 1000 * alone, "drawing_ms": 1000 * drawing, "both_ms": 1000 * both, "ratio": both / alone}
+
+
+@dataclass
+class View:
+    """One image of a pair, as it will be drawn."""
+
+    key: str
+    matrix: Tensor  # (3, 4), from the image's unit coordinates to the scan's
+    changed: bool = False
+    wide: float = 0.0
+    """Where black ends in a CT that is shown in a wider window."""
+    window: tuple[float, float] | None = None
+    """Of a scan in HU."""
+    gamma: float = 1.0
+    stripped: bool = False
+    """Of a map: of the head, nothing but the brain is seen."""
+    dry: bool = False
+    """Of a map: nor the fluid around it."""
+
+    @property
+    def is_map(self) -> bool:
+        return self.key.startswith("brain_maps/")
+
+
+@dataclass
+class Pair:
+    moving: View
+    fixed: View
+    compare: str = "images"
+    """What the loss is computed on: the true images; the shared `organs`; `structures` of two maps, in one contrast;
+    or `t1`, the true image of a brain and a map in its contrast."""
+    labels: str | None = "labels"
+    """`labels` of the pack, `tissues` (fluid, grey and white matter), or None."""
+
+
+class Mixture:
+    """Packed volumes on the device, drawn as pairs for training and as labelled pairs for scoring."""
+
+    synthetic, changed, cropped, room, shift = 0.0, 0.5, 0.0, 0.0, 0.08
+
+    def __init__(self, paths: list[Path], side: int, device: torch.device) -> None:
+        self.side, self.device = side, device
+        self.packed: dict[str, Tensor] = {}
+        for path in paths:
+            packed = np.load(path)
+            self.packed |= {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
+        self.names: dict[tuple[str, str], list[str]] = {}
+        for key in sorted(self.packed):
+            name, split, *rest = key.split("/")
+            if len(rest) == 1:
+                self.names.setdefault((name, split), []).append(key)
+        self.full = {key: self._full(key) for key in self.packed if "/train/" in key}
+        """Those that are trained on, on the network's grid."""
+        self.nothing = torch.zeros((side,) * 3, dtype=torch.uint8, device=device)
+        table = torch.zeros(3, 256, device=device)
+        for number, value in enumerate(VALUES):
+            in_brain = 0 < value < HEAD
+            table[0, number] = T1.get(value, 0.5) if in_brain else 0.0
+            table[1, number] = (1 if value in FLUID else 3 if value in WHITE else 2) if in_brain else 0
+            table[2, number] = in_brain
+        self.t1, self.tissue, self.in_brain = table[0, : len(VALUES)], table[1], table[2]
+        self.boxes = {key: self._brain_box(key) for key in self.names.get(("brain_maps", "train"), [])}
+        needs = {"map_with_brain": ("brain_maps", "brain"), "ct_mr": ("abdomen", "abdomen_mr")}
+        self.kinds = [
+            kind for kind in MIX if all((name, "train") in self.names for name in needs.get(kind, (kind,)))
+        ]  # fmt: skip
+
+    def _full(self, key: str) -> Tensor:
+        volume = self.packed[key]
+        if volume.shape == (self.side,) * 3:
+            return volume
+        if key.endswith("labels") or key.startswith("brain_maps/"):
+            return F.interpolate(volume[None, None].float(), (self.side,) * 3, mode="nearest-exact")[0, 0].byte()
+        return self._image(volume).mul(255).round().byte()[0, 0]
+
+    def _image(self, volume: Tensor) -> Tensor:
+        """(1, 1, side, side, side) in [0, 1]."""
+        scan = volume[None, None].float() / 255
+        if volume.shape == (self.side,) * 3:
+            return scan
+        return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
+
+    def _brain_box(self, key: str) -> tuple[Tensor, Tensor]:
+        """Where the brain begins and ends in a map of the head, in unit coordinates."""
+        found = self.in_brain[self.full[key].long()].nonzero().float() / (self.side - 1)
+        return found.amin(0).cpu(), found.amax(0).cpu()
+
+    # ---- training ----
+
+    def draw(self, generator: torch.Generator, count: int) -> Batch:
+        """Pairs, each of a random kind, turned, scaled and shifted a little, both images perhaps mirrored left to
+        right; or, for a share of the pairs, two views of one random anatomy."""
+        own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        pairs = [None if self._chance(self.synthetic, generator) else self._choose(generator) for _ in range(count)]
+        shape = (2 * count, 1, *(self.side,) * 3)
+        seen, targets, labels = (torch.zeros(shape, device=self.device) for _ in range(3))
+        real = [number for number, pair in enumerate(pairs) if pair is not None]
+        if real:
+            views = [pair.moving for pair in pairs if pair] + [pair.fixed for pair in pairs if pair]
+            at = torch.tensor(real + [count + number for number in real], device=self.device)
+            made = self._views(views, [pair for pair in pairs if pair], own)
+            for all_, part in zip((seen, targets, labels), made, strict=True):
+                all_.index_copy_(0, at, part)
+        for number, pair in enumerate(pairs):
+            if pair is None:
+                anatomy = random_anatomy(shape[2:], generator=own)
+                maps = torch.cat([anatomy.moving_labels, anatomy.fixed_labels])
+                colours = random_colours(1, int(maps.max()), own).expand(2, -1)
+                for all_, part in zip(
+                    (seen, targets, labels),
+                    (
+                        torch.cat([anatomy.moving, anatomy.fixed]),
+                        render(maps, own, colours=colours, plain=True),
+                        maps.float(),
+                    ),
+                    strict=True,
+                ):
+                    all_[number], all_[count + number] = part[0], part[1]
+        values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
+        known = (labels == values).byte()
+        return Batch(*seen.split(count), *known.split(count), *targets.split(count))
+
+    def _views(self, views: list[View], pairs: list[Pair], own: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network sees, what the loss is computed on, and the labels, of all images at once."""
+        volumes = torch.stack([self.full[view.key] for view in views])[:, None].float()
+        points = Affine(torch.stack([view.matrix for view in views]).to(self.device)).on_grid_of(volumes)
+        tone = torch.tensor([self._tone(view) for view in views]).to(self.device).T.reshape(3, -1, 1, 1, 1, 1)
+        images = interpolate(volumes, points, outside="zeros")
+        images = (images * tone[0] + tone[1]).clamp(0, 1) ** tone[2]
+        known = torch.stack([self._known(view, pair) for view, pair in zip(views, 2 * pairs, strict=True)])
+        labels = interpolate(known[:, None].float(), points, mode="nearest", outside="zeros")
+        seen, targets = images.clone(), images
+        changed = [number for number, view in enumerate(views) if view.changed and not view.is_map]
+        if changed:
+            seen[changed] = random_contrast(images[changed], own)
+        for number, view in enumerate(views):
+            if view.wide:
+                seen[number] = in_wide_window(images[number], view.wide)
+        maps = [number for number, view in enumerate(views) if view.is_map]
+        if maps:
+            whole = interpolate(volumes[maps], points[maps], mode="nearest", outside="zeros")
+            shown = self._shown(whole, [views[n].stripped for n in maps], [views[n].dry for n in maps])
+            seen[maps] = render(shown, own)
+            of_pair = [pairs[n % len(pairs)] for n in maps]
+            bare = [p.compare == "t1" or p.moving.stripped or p.fixed.stripped for p in of_pair]
+            compared = self._shown(whole, bare, [False] * len(maps))
+            common = random_colours(len(pairs), len(VALUES) - 1, own)
+            common = torch.where(
+                torch.tensor([pair.compare == "t1" for pair in pairs]).to(self.device)[:, None], self.t1, common
+            )
+            colours = torch.stack([common[n % len(pairs)] for n in maps])
+            targets[maps] = render(compared, own, colours=colours, plain=True)
+        organs = [number for number in range(len(views)) if pairs[number % len(pairs)].compare == "organs"]
+        if organs:
+            common = random_colours(len(pairs), STRUCTURES, own)
+            common = 0.3 + 0.7 * common
+            rest = [value for value in range(STRUCTURES + 1) if value not in SHARED]
+            common[:, rest] = 0.0
+            colours = torch.stack([common[n % len(pairs)] for n in organs])
+            targets[organs] = render(labels[organs], own, colours=colours, plain=True)
+        return seen, targets, labels
+
+    @staticmethod
+    def _tone(view: View) -> tuple[float, float, float]:
+        """Factor, offset and exponent that make intensities from 0 to 1 of packed ones."""
+        if view.window is None:
+            return 1 / 255, 0.0, view.gamma
+        low, high = view.window
+        return 8 / (high - low), (-1024 - low) / (high - low), view.gamma
+
+    def _known(self, view: View, pair: Pair) -> Tensor:
+        labels = self.full.get(f"{view.key}/labels", self.nothing)
+        if pair.labels is None:
+            return self.nothing
+        if pair.labels == "tissues" and view.is_map:
+            return self.tissue[self.full[view.key].long()].byte()
+        return labels
+
+    def _shown(self, maps: Tensor, stripped: list[bool], dry: list[bool]) -> Tensor:
+        """What is seen of maps: all, the brain and the fluid in and around it, or without the fluid around it."""
+        shown = maps.clone()
+        for number, (only_brain, no_fluid) in enumerate(zip(stripped, dry, strict=True)):
+            if only_brain:
+                shown[number] *= self.in_brain[maps[number].long()]
+                if no_fluid:
+                    shown[number].masked_fill_(maps[number] == VALUES.index(OUTSIDE_FLUID), 0)
+        return shown
+
+    @staticmethod
+    def _chance(share: float, generator: torch.Generator) -> bool:
+        return bool(torch.rand((), generator=generator) < share)
+
+    def _choose(self, generator: torch.Generator) -> Pair:
+        weights = torch.tensor([MIX[kind] for kind in self.kinds])
+        kind = self.kinds[int(torch.multinomial(weights, 1, generator=generator))]
+
+        def chance(share: float) -> bool:
+            return self._chance(share, generator)
+
+        def uniform(low: float, high: float) -> float:
+            return low + (high - low) * float(torch.rand((), generator=generator))
+
+        def some(name: str, count: int = 1) -> list[str]:
+            keys = self.names[name, "train"]
+            return [keys[i] for i in torch.randperm(len(keys), generator=generator)[:count].tolist()]
+
+        compare, labels, within = "images", "labels", False
+        if kind == "ct_mr":
+            keys, compare = some("abdomen") + some("abdomen_mr"), "organs"
+        elif kind == "map_with_brain":
+            other = "brain" if chance(0.7) else "brain_ibsr"
+            other = other if (other, "train") in self.names else "brain"
+            keys, compare = some("brain_maps") + some(other), "t1"
+            labels = "labels" if other == "brain" else "tissues"
+        elif kind == "brain_maps":
+            keys, compare = some(kind, 2), "structures"
+        elif kind == "brain_ibsr" and chance(0.4) and ("brain", "train") in self.names:
+            keys, labels = some(kind) + some("brain"), None  # type: ignore[assignment]
+        elif kind in WITHIN and (kind == "lung" or chance(0.85)):
+            keys, within = self._twice(kind, some(kind)[0]), True
+        else:
+            keys = some(kind, 2)
+        if chance(0.5):
+            keys = keys[::-1]
+        mirror = chance(0.5)
+        room = 1 + MOST_ROOM * uniform(0, 1) if chance(self.room) else 1.0
+        common = self._noise(generator, keys[0], room, 1.0)
+        window = (uniform(-1024, -850), uniform(0, 600)) if kind == "lung" else None
+        one_stripped, views = int(torch.randint(4, (), generator=generator)), []
+        for number, key in enumerate(keys):
+            if within:
+                matrix = common + torch.cat([0.01 * torch.randn(3, 3, generator=generator), torch.zeros(3, 1)], 1)
+                matrix[:, 3] += 0.01 * torch.randn(3, generator=generator)
+            else:
+                matrix = self._noise(generator, key, room, 1.0)
+            view = View(key, matrix, chance(self.changed), window=window)
+            view.gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
+            if key.startswith("abdomen/") and chance(0.25):
+                view.changed, view.wide = False, uniform(0.3, 0.75)
+            if view.is_map:  # of two maps, half of the time one is stripped; beside a brain, half of them
+                view.stripped = chance(0.5) if compare == "t1" else one_stripped == number
+                view.dry = chance(0.5)
+                if view.stripped and chance(0.7):
+                    low, high = self.boxes[key]
+                    view.matrix = torch.diag(high - low) @ view.matrix
+                    view.matrix[:, 3] += low
+            if mirror:
+                view.matrix[:, 3] += view.matrix[:, 0]
+                view.matrix[:, 0] *= -1
+            views.append(view)
+        return Pair(views[0], views[1], compare, labels)
+
+    def _twice(self, kind: str, key: str) -> list[str]:
+        """The two scans of the patient that this one shows."""
+        if kind == "cardiac":
+            patient = key.rpartition("_")[0]
+            return [f"{patient}_ED", f"{patient}_ES"]
+        pairs = (("t0", "t5"), ("baseline", "followup"))
+        both = next(pair for pair in pairs if key.rpartition("/")[2] in pair)
+        return [f"lung/train/{scan}" for scan in both]
+
+    def _noise(self, generator: torch.Generator, key: str, room: float, amount: float) -> Tensor:
+        """An affine map, (3, 4). Scales vary more than angles: so do fields of view. The image shows `room` times as
+        much as the scan along each axis, and the scan anywhere in it."""
+        linear = torch.eye(3) + 0.05 * amount * torch.randn(3, 3, generator=generator)
+        linear += torch.diag(0.06 * amount * torch.randn(3, generator=generator))
+        shift = self.shift * amount * torch.randn(3, generator=generator)
+        centre = torch.full((3,), 0.5)
+        if key.split("/")[0] in CROPPED and room == 1 and self._chance(self.cropped, generator):
+            kept, where = torch.rand(2, generator=generator)
+            kept = 0.55 + 0.45 * kept
+            linear[:, 2] *= kept
+            shift[2] += (1 - kept) * (where - 0.5)
+        if room > 1:
+            linear *= room
+            shift += (room - 1) * (torch.rand(3, generator=generator) - 0.5)
+        return torch.cat([linear, (centre - linear @ centre + shift)[:, None]], dim=1)
+
+    # ---- scores ----
+
+    def evaluate(self, model: RegistrationAlgorithm, split: str) -> dict[str, dict[str, float]]:
+        """Mean Dice of every kind of pair of that split."""
+        scores: dict[str, dict[str, float]] = {}
+        for name, pairs in self.scored_pairs(split).items():
+            rows = [self.score(model, name, *pair, number % 10) for number, pair in enumerate(pairs)]
+            scores[name] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+            scores[name]["pairs"] = len(rows)
+        return scores
+
+    def scored_pairs(self, split: str) -> dict[str, list[tuple[str, str]]]:
+        """Moving and fixed scans of every kind of pair: all ordered pairs of a set, or 40 of them drawn with seed 0
+        where there are more than 100."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for name in ("brain", "brain_ibsr", "brain_maps", "abdomen", "abdomen_mr", "hippocampus"):
+            keys = [key for key in self.names.get((name, split), []) if f"{key}/labels" in self.packed]
+            pairs = list(itertools.permutations(keys, 2))
+            found[name] = random.Random(0).sample(pairs, 40) if len(pairs) > 100 else pairs
+        found["brain_other_contrast"] = found["brain"]
+        maps, brains = self.names.get(("brain_maps", split), []), self.names.get(("brain", split), [])
+        found["head_to_brain"] = list(itertools.product(maps, brains))[:6]
+        ct, mr = self.names.get(("abdomen", split), []), self.names.get(("abdomen_mr", split), [])
+        found["ct_mr"] = [*itertools.product(ct, mr), *itertools.product(mr, ct)]
+        hearts = self.names.get(("cardiac", split), [])
+        ends = [(key, key.replace("_ED", "_ES")) for key in hearts if key.endswith("_ED")]
+        found["cardiac_systole_fixed"] = ends
+        found["cardiac_diastole_fixed"] = [(late, early) for early, late in ends]
+        if split == "dev" and "lung/train/baseline/labels" in self.packed:
+            found["lung_trained_on"] = [("lung/train/baseline", "lung/train/followup")]
+        return {name: pairs for name, pairs in found.items() if pairs}
+
+    def scored_image(self, key: str, seed: int) -> Tensor:
+        """A scan as it is; a map rendered in a contrast that follows from its name and the seed."""
+        volume = self.packed[key]
+        if key.startswith("brain_maps/"):
+            own = torch.Generator(self.device).manual_seed(1000 * seed + sum(map(ord, key)))
+            return render(volume[None, None], own)
+        if key.startswith("lung/"):
+            low, high = LUNG_WINDOW
+            hu = self._image(volume) * 255 * 8 - 1024
+            return ((hu - low) / (high - low)).clamp(0, 1)
+        return self._image(volume)
+
+    def score(self, model: RegistrationAlgorithm, name: str, moving: str, fixed: str, seed: int) -> dict[str, float]:
+        m, f = self.scored_image(moving, seed), self.scored_image(fixed, seed + 10)
+        if name == "brain_other_contrast":
+            m = other_contrast(m, seed)
+        with torch.no_grad(), mixed_precision(self.device):
+            phi = model(m, f)
+        labels_m = self.packed[f"{moving}/labels"][None, None].float()
+        labels_f = self.packed[f"{fixed}/labels"][None, None].float()
+        only = SHARED if name == "ct_mr" else None
+        with torch.no_grad():
+            warped = warp(labels_m, phi, like=labels_f, mode="nearest")
+            unmoved = F.interpolate(labels_m, labels_f.shape[2:], mode="nearest-exact")
+            row = {
+                "dice": mean_score(dice(warped, labels_f, only)),
+                "before": mean_score(dice(unmoved, labels_f, only)),
+                "folds": folding(phi, f),
+            }
+            if name == "abdomen":
+                row["dice_five"] = mean_score(dice(warped, labels_f, ABDOMEN_FIVE))
+        return row
+
+
+def in_wide_window(image: Tensor, black: float) -> Tensor:
+    """A CT of soft tissue as a wider window shows it: air stays black, and all else begins at `black`."""
+    return black * (25 * image).clamp(0, 1) + (1 - black) * image
+
+
+def other_contrast(image: Tensor, seed: int) -> Tensor:
+    """An image in a contrast of a kind that training does not use: a sum of three sine waves of its intensity, from 0
+    to 1, black staying black."""
+    numbers = np.random.default_rng(seed)
+    waves = [(numbers.normal(), numbers.uniform(0.3, 1.5), numbers.uniform(0, 2 * np.pi)) for _ in range(3)]
+
+    def curve(x: Tensor) -> Tensor:
+        return sum((a * torch.sin(2 * np.pi * f * x + p) for a, f, p in waves), torch.zeros_like(x))
+
+    reached = curve(torch.linspace(0.05, 1, 200))
+    low, high = float(reached.min()), float(reached.max())
+    return ((curve(image) - low) / (high - low)).clamp(0, 1) * (image / 0.05).clamp(0, 1)
+
+
+if __name__ == "__main__":
+    main()
