@@ -13,8 +13,8 @@ from carlreg import Affine, DisplacementField, Identity, Transform, compose, inv
 from carlreg.geometry.fitting import about_centre, fit_affine, fit_rigid, fit_robustly, random_rotation
 from carlreg.geometry.grids import (
     Grid,
+    _grid_sample,
     _sample_by_index,
-    _sample_by_kernel,
     fine_to_coarse,
     interpolate,
     pool,
@@ -98,9 +98,9 @@ def test_sampling_by_index_is_sampling_by_kernel(shape: tuple[int, ...], mode: s
     points = some_points(len(shape), batch=2, low=-0.3, high=1.3)
     if outside == "zeros" and 1 in shape:
         pytest.skip("an axis of one voxel has no outside")
-    by_index, by_kernel = (f(image, points, mode, outside) for f in (_sample_by_index, _sample_by_kernel))
-    assert torch.allclose(by_index, by_kernel)
-    gradients = [torch.autograd.grad(values.square().sum(), image)[0] for values in (by_index, by_kernel)]
+    by_index, by_grid_sample = (f(image, points, mode, outside) for f in (_sample_by_index, _grid_sample))
+    assert torch.allclose(by_index, by_grid_sample)
+    gradients = [torch.autograd.grad(values.square().sum(), image)[0] for values in (by_index, by_grid_sample)]
     assert torch.allclose(*gradients)
 
 

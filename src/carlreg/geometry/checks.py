@@ -1,4 +1,4 @@
-"""Input checks: every message says what was given, what was expected, and what to do."""
+"""Checks of input tensors. Each message shows what was given, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from carlreg.errors import InputError
 
 
 def check_image(image: Tensor, name: str = "image") -> None:
-    """Refuse anything that is not a floating-point (B, C, *shape) tensor with one to three spatial axes."""
+    """Require a floating-point tensor (B, C, *shape) with one to three spatial axes."""
     if not isinstance(image, Tensor):
         raise TypeError(f"{name} is a {type(image).__name__}; expected a torch.Tensor of shape (B, C, *shape)")
     if not 3 <= image.dim() <= 5:
@@ -24,9 +24,9 @@ def check_image(image: Tensor, name: str = "image") -> None:
 
 
 def check_finite(image: Tensor, name: str = "image") -> None:
-    """Refuse NaN and infinity. Waits for the device, so it belongs at the outermost door only."""
+    """Refuse NaN and infinity. This synchronises with the device, so only outermost calls do it."""
     if image.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # reading a value back is impossible inside a CUDA graph; the warm-up call before it was checked
+        return  # a CUDA graph cannot read values back; the warm-up call before it was checked
     bad = int((~torch.isfinite(image)).sum())
     if bad:
         raise InputError(
@@ -36,7 +36,7 @@ def check_finite(image: Tensor, name: str = "image") -> None:
 
 
 def check_pair(moving: Tensor, fixed: Tensor) -> None:
-    """Refuse a pair that no registration algorithm could take. The two shapes may differ; nothing else may."""
+    """Require two images that differ in nothing but shape."""
     check_image(moving, "moving")
     check_image(fixed, "fixed")
     if moving.dim() != fixed.dim():

@@ -1,7 +1,7 @@
-"""Unit-cube coordinates, interpolation and pooling: the only grid_sample and the only axis flip.
+"""Unit coordinates, interpolation and pooling. Nothing else calls grid_sample or flips the order of axes.
 
-Convention: points are (B, ..., D) in array-axis order, in unit coordinates, where 0 and 1 are the first and last
-voxel centres of the image that the points belong to. (On an axis of one voxel the unit is one voxel.)
+Convention: points are (B, ..., D) in array-axis order, in unit coordinates, where 0 and 1 are the first and last voxel
+centres of the image that the points belong to. (On an axis of one voxel, the unit is one voxel.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Grid:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Grid:
-        """The voxel centres of an image with these spatial sides."""
+        """The voxel centres of an image with this spatial shape."""
         return cls(tuple(shape), (0.0,) * len(shape), tuple(1 / max(n - 1, 1) for n in shape))
 
     @property
@@ -47,7 +47,7 @@ class Grid:
         return math.prod(self.shape)
 
     def pad(self, voxels: int) -> Grid:
-        """The same lattice continued by so many voxels on every side: below 0 and above 1."""
+        """The lattice extended by a number of voxels on every side, below 0 and above 1."""
         return Grid(
             tuple(n + 2 * voxels for n in self.shape),
             tuple(o - voxels * s for o, s in zip(self.origin, self.spacing, strict=True)),
@@ -61,7 +61,7 @@ class Grid:
 
     def points(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
         """All points, (*shape, D)."""
-        # Built in float64 and rounded once, so that 1 comes out as exactly 1.
+        # In float64 and rounded once, so that 1 is exactly 1.
         axes = [
             (o + s * torch.arange(n, dtype=torch.float64, device=device)).to(dtype)
             for n, o, s in zip(self.shape, self.origin, self.spacing, strict=True)
@@ -75,22 +75,21 @@ def voxel_points(image: Tensor) -> Tensor:
 
 
 def voxel_size(shape: Sequence[int], like: Tensor) -> Tensor:
-    """The side of one voxel in unit coordinates, one value per axis: (D,)."""
+    """Sides of one voxel in unit coordinates: (D,)."""
     return constant(Grid.of(shape).spacing, coordinate_type(like), like.device)
 
 
 def coordinate_type(image: Tensor) -> torch.dtype:
-    """The type of an image's coordinates: its own, but float32 at least, whatever its intensities are in."""
+    """The dtype of an image's coordinates: its own, but at least float32."""
     return torch.promote_types(image.dtype, torch.float32) if image.is_floating_point() else torch.float32
 
 
 def interpolate(
     image: Tensor, points: Tensor, *, mode: Interpolation = "linear", outside: Outside = "border"
 ) -> Tensor:
-    """The image's values at points of its unit cube.
+    """Sample image (B, C, *shape) at points (B, ..., D) in unit coordinates: (B, C, ...).
 
-    image (B, C, *shape) and points (B, ..., D) give (B, C, ...); a batch of one is repeated to fit the other.
-    `outside` continues the image by its border or by zeros.
+    A batch of one is repeated to fit the other. `outside` continues the image by its border or by zeros.
     """
     dim = image.dim() - 2
     if points.shape[-1] != dim:
@@ -112,25 +111,25 @@ def interpolate(
     image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])
     points = points.reshape(len(points), -1, dim).expand(batch, -1, dim).to(image.dtype)
-    # PyTorch's kernel adds up gradients in no particular order on a GPU.
-    by_index = image.is_cuda and torch.are_deterministic_algorithms_enabled()
-    method = _sample_by_index if by_index else _sample_by_kernel
+    # On a GPU, the gradients of grid_sample are not deterministic.
+    deterministic = image.is_cuda and torch.are_deterministic_algorithms_enabled()
+    method = _sample_by_index if deterministic else _grid_sample
     return method(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
 
 
-def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
+def _grid_sample(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
     """(B, C, *shape) at points (B, N, D) → (B, C, N)."""
-    # grid_sample takes 2-D and 3-D, coordinates in [-1, 1], last array axis first.
+    # PyTorch's function takes 2-D and 3-D images, and coordinates in [-1, 1] with the last array axis first.
     sample = (2 * points - 1).flip(-1)
     if image.dim() == 3:
         image, sample = image[..., None], F.pad(sample, (1, 0))
-    spatial, count, shares = image.dim() - 2, sample.shape[1], torch.get_num_threads()
-    # On a CPU, only the items of a batch are shared between threads: one item's points are handed over as many items.
+    spatial, count, threads = image.dim() - 2, sample.shape[1], torch.get_num_threads()
+    # On a CPU it is parallel over the batch only, so the points of a single item are split into a batch.
     gradient = torch.is_grad_enabled() and (image.requires_grad or points.requires_grad)
-    split = spatial == 3 and not image.is_cuda and not gradient and len(image) == 1 and count > 2**14 and shares > 1
+    split = spatial == 3 and not image.is_cuda and not gradient and len(image) == 1 and count > 2**14 and threads > 1
     if split:
-        sample = F.pad(sample, (0, 0, 0, -count % shares)).reshape(shares, -1, spatial)
-        image = image.expand(shares, *image.shape[1:])
+        sample = F.pad(sample, (0, 0, 0, -count % threads)).reshape(threads, -1, spatial)
+        image = image.expand(threads, *image.shape[1:])
     values = F.grid_sample(
         image,
         sample.reshape(len(sample), *(1,) * (spatial - 1), -1, spatial),
@@ -142,14 +141,14 @@ def _sample_by_kernel(image: Tensor, points: Tensor, mode: Interpolation, outsid
 
 
 def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:
-    """The same as a sum over the corners of each point's voxel cell, in an order that never changes."""
+    """The same as a sum over the corners of each point's cell, in a fixed order."""
     shape = image.shape[2:]
     size = constant(tuple(shape), torch.long, image.device)
     position = points * (size - 1).clamp(min=1)
     if outside == "border":
         position = position.clamp(torch.zeros_like(size), size - 1)
     low = position.round() if mode == "nearest" else position.floor()
-    if mode == "linear" and outside == "border":  # the last voxel belongs to the cell before it, which has a slope
+    if mode == "linear" and outside == "border":  # the last voxel belongs to the cell before it, for its slope
         low = torch.minimum(low, (size - 2).clamp(min=0))
     fraction = position - low
     low = low.long()
@@ -170,9 +169,9 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
 def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: float) -> Tensor:
     """Apply a linear operation on rows, (1, N, n) → (1, N, m), along each spatial axis of (B, C, *shape).
 
-    As products with its matrix, which is what it makes of the identity: one path for every dimension and memory
-    format, and faster than kernels made for few dimensions. In the image's own precision, also under autocast. The
-    operation is a function at the top of a module, so that its matrices can be kept.
+    It is applied to the identity once, and the image is multiplied by that matrix: one path for every dimension and
+    memory format, and faster than PyTorch's kernels. The image's precision is kept, also under autocast. The operation
+    must be a module-level function, because its matrices are cached.
     """
     dim = image.dim() - 2
     channels_last = image.shape[1] > 1 and image.stride(1) == 1
@@ -189,7 +188,7 @@ def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: floa
     return values.movedim(-1, 1) if channels_last else values
 
 
-@functools.cache  # never dropped: captured CUDA graphs read them
+@functools.cache  # never evicted: captured CUDA graphs read them
 def _matrix(
     operation: Callable[..., Tensor], arguments: tuple[float, ...], side: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -200,13 +199,13 @@ def _matrix(
 
 @functools.cache
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor of fixed numbers, kept, since each copy to a GPU costs time there. Not to be changed in place."""
+    """A small constant tensor, cached because each copy to a GPU costs time. Do not change it in place."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.tensor(values, dtype=dtype, device=device)
 
 
 def pool(image: Tensor) -> Tensor:
-    """Average over blocks of two voxels per axis; an odd last voxel is kept as it is (ceil mode)."""
+    """Average blocks of two voxels per axis; an odd last voxel is kept as it is (ceil mode)."""
     return along_axes(image, _pool_rows)
 
 
@@ -215,7 +214,7 @@ def _pool_rows(rows: Tensor) -> Tensor:
 
 
 def enlarge(image: Tensor) -> Tensor:
-    """Twice as many voxels per axis, interpolated linearly between them; the border continues the image."""
+    """Double the voxels per axis by linear interpolation; the border continues the image."""
     return along_axes(image, _enlarge_rows)
 
 
@@ -224,15 +223,15 @@ def _enlarge_rows(rows: Tensor) -> Tensor:
 
 
 def pooled_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sides that `pool` gives."""
+    """The shape of a pooled image."""
     return tuple((n + 1) // 2 for n in shape)
 
 
 def fine_to_coarse(shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Scale and shift, one number per axis, from an image's unit coordinates to those of its pooled image.
+    """Scale and shift per axis that map an image's unit coordinates to those of its pooled image.
 
-    Coarse voxel j averages fine voxels 2j and 2j + 1, so it lies at fine index 2j + ½, not at the same place of
-    the unit cube. Pooling as if it did stretches every translation and breaks equivariance.
+    Coarse voxel j averages fine voxels 2j and 2j + 1, so it lies at fine index 2j + ½ and has another unit coordinate
+    in either image. Ignoring this stretches every translation and breaks equivariance.
     """
     coarse = [max(n - 1, 1) for n in pooled_shape(shape)]
     scale = tuple((n - 1) / (2 * m) if n > 1 else 1.0 for n, m in zip(shape, coarse, strict=True))

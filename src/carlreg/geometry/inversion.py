@@ -1,4 +1,4 @@
-"""The numerical inverse of a map."""
+"""Numerical inverse of a transform."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from carlreg.geometry.transforms import Affine, DisplacementField, Transform
 
 
 def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: float = 1e-4) -> DisplacementField:
-    """The inverse map on the voxels of `like`, the image whose points `transform` returns.
+    """The inverse of a transform on the voxels of `like`, the image whose points `transform` returns.
 
     Solves transform(x) = y for every voxel y by x ← x − A⁻¹(transform(x) − y), where A is the transform's best affine
-    approximation, so that large rotations and shifts cost nothing. A point that overshoots goes on from its best
-    place with half the step. Stops after `steps`, or when every residual is below `tolerance` voxels.
+    approximation, so that large rotations and shifts cost nothing. If a step does not reduce the residual, it is undone
+    and halved. Stops after `steps`, or when every residual is below `tolerance` voxels.
     """
     with torch.no_grad():
         target = voxel_points(like)

@@ -1,4 +1,4 @@
-"""Images and label maps on another grid over the same box."""
+"""Resampling of images and label maps to another grid over the same unit cube."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from torch import Tensor
 from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 
-# ---- the network's grid ---------------------------------------------------------------------------------------------
-
 
 @full_precision
 def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
-    """Stretch the unit box to another grid, linearly: (B, C, *sides) → (B, C, *shape), first and last voxel centres
-    staying where they are.
+    """Resample linearly to another shape: (B, C, *sides) → (B, C, *shape). First and last voxel centres stay the same.
 
-    Where it shrinks by a factor s, values are averaged over √(s² − 1) voxels first: with the voxel itself as wide
-    as 1, that gives the spread of a voxel s wide. The window narrows towards the border, to stay centred.
+    Where it shrinks by a factor s, values are first averaged over √(s² − 1) voxels: together with the width of a voxel
+    itself, 1, this is the spread of a voxel of width s. The window narrows towards the border, to stay centred.
     """
     for axis, (old, new) in enumerate(zip(data.shape[2:], _new_sides(data, shape), strict=True), start=2):
         if old != new:
@@ -30,7 +27,7 @@ def resize(data: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Stretch the unit box to another grid, taking the nearest voxel: (B, C, *sides) → (B, C, *shape), any type."""
+    """Resample to another shape by nearest neighbour: (B, C, *sides) → (B, C, *shape), any dtype."""
     for axis, (old, new) in enumerate(zip(labels.shape[2:], _new_sides(labels, shape), strict=True), start=2):
         nearest = (_positions(old, new) + 0.5).floor().long()
         labels = labels.index_select(axis, nearest.to(labels.device))
@@ -47,12 +44,12 @@ def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _positions(old: int, new: int) -> Tensor:
-    """Where the voxels of the new axis lie, as fractional indices of the old one."""
+    """Fractional indices of the new axis's voxels along the old one."""
     return torch.arange(new, dtype=torch.float64) * (old - 1) / max(new - 1, 1)
 
 
 def averaging(old: int, centre: Tensor, step: float) -> Tensor:
-    """(old, new): the weights of the old voxels in new ones, which lie `step` apart at these fractional indices."""
+    """(old, new): weights of the old voxels in new ones that lie `step` apart, centred at these fractional indices."""
     width = torch.full_like(centre, math.sqrt(max(step**2 - 1, 0)))
     width = torch.minimum(width, 2 * torch.minimum(centre, old - 1 - centre)).clamp(min=0)
     samples = 2 * math.ceil(step) if step > 1 else 1

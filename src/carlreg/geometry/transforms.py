@@ -1,7 +1,7 @@
-"""Maps from points to points, and what one does with them: compose, warp, invert.
+"""Maps from points to points, `compose` and `warp`.
 
-A transform φ of a registration Φ[moving, fixed] takes points of the fixed image to points of the moving image, both
-in unit coordinates, so that moving ∘ φ looks like fixed: images are pulled back, points are pushed forward.
+The transform φ = Φ[moving, fixed] takes points of the fixed image to points of the moving image, both in unit
+coordinates, so that moving ∘ φ resembles fixed: images are pulled back, points are pushed forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Self = TypeVar("Self", bound="Transform")
 
 
 class Transform(ABC):
-    """A map from points of [0, 1]^D to points of R^D. Immutable; holds one map per item of a batch.
+    """A map from points of [0, 1]^D to points of R^D. Immutable; it contains one map per item of a batch.
 
     >>> phi(landmarks)        # (B, ..., D) → (B, ..., D)
     """
@@ -35,7 +35,7 @@ class Transform(ABC):
         """Push points (B, ..., D) forward."""
 
     def on_grid_of(self, image: Tensor) -> Tensor:
-        """The map at that image's voxels: (B, *shape, D)."""
+        """The map evaluated at an image's voxels: (B, *shape, D)."""
         return self(voxel_points(image))
 
     @abstractmethod
@@ -46,13 +46,15 @@ class Transform(ABC):
         return self.map_tensors(Tensor.detach)
 
     def to(self: Self, like: Tensor) -> Self:
-        """On that tensor's device, in its dtype."""
+        """Move to that tensor's device and dtype."""
         return self.map_tensors(lambda tensor: tensor.to(like))
 
     def __getitem__(self: Self, items: slice) -> Self:
-        """Some items of the batch, as a transform: `phi[:2]`."""
+        """Select items of the batch: `phi[:2]`."""
         if not isinstance(items, slice):
-            raise TypeError(f"a transform is indexed by a slice of its batch; got {items!r}: use phi[0:1] for one item")
+            raise TypeError(
+                f"a transform is indexed by {items!r}; expected a slice of its batch: use phi[0:1] for one item"
+            )
         return self.map_tensors(lambda tensor: tensor if tensor.shape[0] == 1 else tensor[items])
 
 
@@ -69,7 +71,7 @@ class Identity(Transform):
 
 @dataclass(frozen=True, eq=False)
 class Affine(Transform):
-    """x ↦ A x + b, with A and b side by side in one matrix."""
+    """x ↦ A x + b, with one matrix [A | b]."""
 
     matrix: Tensor  # (B, D, D+1)
 
@@ -106,16 +108,16 @@ class Affine(Transform):
 
     @full_precision
     def inverse(self) -> Affine:
-        """Cofactors over determinant, for D up to 3: `torch.linalg.inv` would wait for the device, which a CUDA graph
-        cannot. The inverse of a singular map is not finite."""
+        """The inverse map, for D up to 3; that of a singular map is not finite."""
+        # Cofactors over determinant: `torch.linalg.inv` synchronises with the device, which a CUDA graph cannot.
         dim = self.matrix.shape[1]
         whole = torch.eye(3, dtype=self.matrix.dtype, device=self.matrix.device).repeat(len(self.matrix), 1, 1)
         whole[:, :dim, :dim] = self.linear
 
-        def moved_up(rows: int, columns: int) -> Tensor:
+        def rolled(rows: int, columns: int) -> Tensor:
             return whole.roll((-rows, -columns), dims=(1, 2))
 
-        cofactors = moved_up(1, 1) * moved_up(2, 2) - moved_up(1, 2) * moved_up(2, 1)
+        cofactors = rolled(1, 1) * rolled(2, 2) - rolled(1, 2) * rolled(2, 1)
         determinant = (whole * cofactors)[:, :1].sum(dim=2, keepdim=True)
         linear = (cofactors.mT / determinant)[:, :dim, :dim]
         return Affine.from_parts(linear, -(linear @ self.shift[..., None])[..., 0])
@@ -126,7 +128,7 @@ class Affine(Transform):
 
 @dataclass(frozen=True, eq=False)
 class Scaling(Transform):
-    """x ↦ scale · x + shift, axis by axis: what lies between an image's grid and that of its pooled image."""
+    """x ↦ scale · x + shift along each axis, such as from an image's unit coordinates to those of its pooled image."""
 
     scale: Tensor  # (B, D)
     shift: Tensor  # (B, D)
@@ -145,7 +147,7 @@ class Scaling(Transform):
 
 @dataclass(frozen=True, eq=False)
 class DisplacementField(Transform):
-    """x ↦ x + u(x), u interpolated linearly between the voxels of a grid over [0, 1]^D.
+    """x ↦ x + u(x), with u interpolated linearly between the voxels of a grid over [0, 1]^D.
 
     Outside the cube, "clamp" continues u by its border values; "mirror" is 2·u(clip x) − u(reflect x), which keeps
     the Jacobian continuous across the faces (Appendix, Improved Extrapolation of Displacement Fields).
@@ -169,14 +171,14 @@ class DisplacementField(Transform):
         inside = points.clamp(0, 1)
         if self.extrapolate == "clamp":
             return points + self._sample(inside)
-        # reflect, then clip: points further out than one cube's width see the opposite face.
+        # Reflect, then clip: beyond one width of the cube, the opposite face is used.
         reflected = (2 * inside - points).clamp(0, 1)
         return points + 2 * self._sample(inside) - self._sample(reflected)
 
     def on_grid_of(self, image: Tensor) -> Tensor:
         if image.shape[2:] != self.displacement.shape[2:]:
             return super().on_grid_of(image)
-        # Same voxels: nothing to interpolate.
+        # The same voxels: no need to interpolate.
         return voxel_points(self.displacement) + self.displacement.movedim(1, -1)
 
     def _sample(self, points: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class DisplacementField(Transform):
 
 @dataclass(frozen=True, eq=False)
 class Composition(Transform):
-    """x ↦ first(second(…(x))): the last transform acts first. Made by `compose`."""
+    """x ↦ first(second(…(x))): the last transform acts first. Use `compose` to build one."""
 
     transforms: tuple[Transform, ...]
 
@@ -207,7 +209,7 @@ class Composition(Transform):
 
 @full_precision
 def compose(*transforms: Transform) -> Transform:
-    """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies neighbouring linear maps of a kind."""
+    """compose(f, g)(x) = f(g(x)). Flattens nested compositions and multiplies adjacent linear maps of one class."""
     parts: list[Transform] = []
     for transform in transforms:
         for part in transform.transforms if isinstance(transform, Composition) else (transform,):
