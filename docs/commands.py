@@ -1,8 +1,8 @@
-"""Write docs/commands.md from the commands themselves.
+"""Generate docs/commands.md from the commands.
 
     python docs/commands.py
 
-A test holds the page to what this would write.
+A test checks that the page is current.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from carlreg.cli import app
 PAGE = Path(__file__).with_name("commands.md")
 INTRODUCTION = """# Commands
 
-This page is written by `docs/commands.py` from the commands themselves. `carl COMMAND --help` says the same.
+`docs/commands.py` generates this page from the commands; `carl COMMAND --help` prints the same.
 
-Underscores and dashes are alike in option names: `--io_iterations` is `--io-iterations`. Messages go to stderr. The
-exit code is 0 for success, 1 for a failure while running, 2 for a wrong call, and 128 plus the signal's number for a
-command that was stopped (130 for Ctrl-C). Nothing is overwritten without `--overwrite`. A file appears whole or not at
-all.
+Option names accept underscores for dashes: `--io_iterations` is `--io-iterations`. Results go to stdout and messages to
+stderr. The exit code is 0 for success, 1 if the command failed, 2 for wrong usage, and 128 plus the number of the signal
+that stopped the command (130 for Ctrl-C). A mistake in the input is reported in one line; a traceback means a bug, which
+we ask you to report. No file is overwritten without `--overwrite`, and no file is left half-written.
 """
 
 
@@ -49,21 +49,21 @@ def commands(prefix: str, group: typer.Typer) -> Iterator[tuple[str, Callable[..
 
 
 def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
-    """A heading, what the command does, how it is called, and its options."""
+    """The heading, description, usage and options of a command."""
     hints = get_type_hints(function, include_extras=True)
     rows, call = [], [name]
     for parameter in inspect.signature(function).parameters.values():
         kind, info = hints[parameter.name].__origin__, hints[parameter.name].__metadata__[0]
-        needed = parameter.default is inspect.Parameter.empty
+        required = parameter.default is inspect.Parameter.empty
         if isinstance(info, ArgumentInfo):
             word = parameter.name.upper()
-            call.append(word if needed else f"[{word}]")
+            call.append(word if required else f"[{word}]")
         else:
-            # Inside of Annotated, typer keeps the first name where a default would be.
-            given = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
-            names = sorted(given or [f"--{parameter.name.replace('_', '-')}"], key=len, reverse=True)
+            # Inside Annotated, typer keeps the first name in `default`.
+            declared = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
+            names = sorted(declared or [f"--{parameter.name.replace('_', '-')}"], key=len, reverse=True)
             word = ", ".join(names)
-            call += [f"{names[0]} {parameter.name.upper()}"] if needed else []
+            call += [f"{names[0]} {parameter.name.upper()}"] if required else []
         text = " ".join((info.help or "").split())
         if choices := _choices(kind):
             text += f" One of {', '.join(choices)}."
@@ -76,7 +76,7 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
     options = " [OPTIONS]" if any("`-" in row for row in rows) else ""
     yield f"```sh\n{' '.join(call)}{options}\n```\n"
     if rows:
-        yield "\n".join(["| option | what |", "|---|---|", *rows]) + "\n"
+        yield "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def _choices(kind: Any) -> list[str]:

@@ -31,9 +31,9 @@ CT = GreyScale(
 )
 
 
-def grey_scale(image: Image) -> GreyScale:
-    """Choose a scale by the image's modality and range."""
-    _, done = preparation.preprocess(image)
+def grey_scale(image: Image, *, ct: bool | None = None) -> GreyScale:
+    """Choose a scale by the image's range, or that of CT; its values show whether it is CT unless `ct` does."""
+    _, done = preparation.preprocess(image, ct=ct)
     if done.kind == "CT":
         return CT
     bright = done.low + 0.6 * (done.high - done.low)

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from carlreg import preparation
 from carlreg.files import orientation
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.geometry import resizing
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.registration.result import Registration
-from carlreg.show.display import DOUBLINGS, determinant, display_grid, grey_scale, grid_over
+from carlreg.show.display import DOUBLINGS, GreyScale, determinant, display_grid, grey_scale, grid_over
 
 Levels = npt.NDArray[np.uint8]
 VOXELS, MAP_VOXELS = 1_100_000, 300_000
@@ -30,24 +31,25 @@ UNITS = 8192
 
 def page_data(registration: Registration, spread: Image | None) -> dict[str, Any]:
     """Everything that the page's script needs."""
-    fixed, moving, warped = (
-        orientation.to_closest_ras(image) for image in (registration.fixed, registration.moving, registration.warped)
-    )
+    pair = registration.fixed, registration.moving
+    fixed, moving, warped = (orientation.to_closest_ras(image) for image in (*pair, registration.warped))
     shape = display_grid(fixed, VOXELS).shape
+    fixed_scale, moving_scale = (
+        grey_scale(image, ct=ct) for image, ct in zip(pair, preparation.ct_pair(*pair)[0], strict=True)
+    )
     data: dict[str, Any] = {
         "planes": _planes(fixed.dim),
-        "fixed": _image(fixed, shape, registration.fixed),
-        "warped": _image(warped, shape, registration.moving),
-        "moving": _image(moving, display_grid(moving, VOXELS).shape, registration.moving),
+        "fixed": _image(fixed, shape, fixed_scale),
+        "warped": _image(warped, shape, moving_scale),
+        "moving": _image(moving, display_grid(moving, VOXELS).shape, moving_scale),
         "map": _lattice(registration, fixed, moving, shape),
         "jacobian": {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
     }
     return data if spread is None else data | {"certainty": _certainty(spread, fixed)}
 
 
-def _image(image: Image, shape: tuple[int, ...], source: Image) -> dict[str, Any]:
-    """The image in grey levels on the display's grid. `source` decides on modality and range."""
-    scale = grey_scale(source)
+def _image(image: Image, shape: tuple[int, ...], scale: GreyScale) -> dict[str, Any]:
+    """The image in grey levels on the display's grid."""
     values = resizing.resize(torch.from_numpy(image.data.astype(np.float32))[None, None], shape)[0, 0].numpy()
     intensities, greys = zip(*scale.knots, strict=True)
     levels = np.interp(values, intensities, greys)

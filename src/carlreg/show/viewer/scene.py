@@ -167,15 +167,17 @@ class _Loader:
         return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and path.exists()]
 
     def read_input(self, path: Path, entry: InputRecord, labels: bool) -> Image:
-        """Read an input if its checksum or the user allows it."""
-        image = images.read_labels(path) if labels else images.read(path)
-        unchanged = path.is_file() and entry.sha256 == sha256(path)
-        registered = unchanged if labels else entry.sha256_voxels == _voxel_checksum(image)
-        if not (registered or self.allows(path)):
-            raise InputError("report.json has another checksum or none; give --trust if you trust the folder")
-        if path.is_file() and entry.sha256 is not None and not unchanged:
-            self.notes.append(f"{str(path)!r} has changed since the registration")
-        return image
+        """Read an input if its checksums or the user allow it."""
+        unchanged = entry.sha256 == sha256(path)
+        if unchanged or self.allows(path):
+            image = images.read_labels(path) if labels else images.read(path)
+            # A header may have its voxels in another file.
+            unchanged = unchanged and (labels or entry.sha256_voxels == _voxel_checksum(image))
+            if unchanged or self.allows(path):
+                if not unchanged and entry.sha256 is not None:
+                    self.notes.append(f"{str(path)!r} has changed since the registration")
+                return image
+        raise InputError("report.json has another checksum or none; give --trust if you trust the folder")
 
 
 def _read_inputs(folder: Path) -> Mapping[str, InputRecord]:
