@@ -68,64 +68,26 @@ SHARED = (1, 2, 3, 6)
 """Spleen, kidneys and liver: what is labelled in CT and in MR."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
-VALUES = tuple(
-    int(value)
-    for value in [
-        "0",
-        "2",
-        "3",
-        "4",
-        "5",
-        "7",
-        "8",
-        "10",
-        "11",
-        "12",
-        "13",
-        "14",
-        "15",
-        "16",
-        "17",
-        "18",
-        "24",
-        "25",
-        "26",
-        "28",
-        "30",
-        "41",
-        "42",
-        "43",
-        "44",
-        "46",
-        "47",
-        "49",
-        "50",
-        "51",
-        "52",
-        "53",
-        "54",
-        "57",
-        "58",
-        "60",
-        "62",
-        "72",
-        "85",
-        "136",
-        "137",
-        "163",
-        "164",
-        "502",
-        "506",
-        "507",
-        "508",
-        "509",
-        "511",
-        "512",
-        "514",
-        "515",
-        "516",
-        "530",
-    ]
+VALUES = (
+    *(
+        0,
+        *range(2, 6),
+        7,
+        8,
+        *range(10, 19),
+        *range(24, 27),
+        28,
+        30,
+        *range(41, 45),
+        46,
+        47,
+        *range(49, 55),
+        57,
+        58,
+        60,
+        62,
+    ),
+    *(72, 85, 136, 137, 163, 164, 502, *range(506, 510), 511, 512, *range(514, 517), 530),
 )
 """FreeSurfer's numbers of the structures in `brain_maps`, in their order there."""
 HEAD = 500
@@ -166,6 +128,7 @@ def main() -> None:
     parser.add_argument("--final-rate", type=float, default=5e-6, help="where it ends, along half a cosine")
     parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
     parser.add_argument("--synthetic", type=float, default=0.1, help="share of pairs that show random anatomy")
+    parser.add_argument("--mix", type=json.loads, default={}, help="other weights than those of MIX, as JSON")
     parser.add_argument("--changed", type=float, default=0.5, help="share of the seen images in another contrast")
     parser.add_argument("--cropped", type=float, default=0.5, help="share of abdomens that lose slices at either end")
     parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
@@ -199,6 +162,7 @@ def main() -> None:
         return
 
     model = start_from(arguments.model, device)
+    data.mix |= arguments.mix
     stage = Stage(
         arguments.steps,
         warm_up=100,
@@ -360,6 +324,7 @@ class Mixture:
         self.t1, self.tissue, self.in_brain = table[0, : len(VALUES)], table[1], table[2]
         self.boxes = {key: self._brain_box(key) for key in self.names.get(("brain_maps", "train"), [])}
         needs = {"map_with_brain": ("brain_maps", "brain"), "ct_mr": ("abdomen", "abdomen_mr")}
+        self.mix = dict(MIX)
         self.kinds = [
             kind for kind in MIX if all((name, "train") in self.names for name in needs.get(kind, (kind,)))
         ]  # fmt: skip
@@ -490,7 +455,7 @@ class Mixture:
         return bool(torch.rand((), generator=generator) < share)
 
     def _choose(self, generator: torch.Generator) -> Pair:
-        weights = torch.tensor([MIX[kind] for kind in self.kinds])
+        weights = torch.tensor([self.mix[kind] for kind in self.kinds])
         kind = self.kinds[int(torch.multinomial(weights, 1, generator=generator))]
 
         def chance(share: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ def _count(labels: Tensor) -> Counter[int]:
     return Counter(dict(zip((int(value) for value in values), counts.tolist(), strict=True)))
 
 
-def mean_score(scores: dict[int, float]) -> float:
+def mean_score(scores: Mapping[int, float]) -> float:
     """The mean over the labels that have a score; NaN if none has."""
     values = [score for score in scores.values() if not math.isnan(score)]
     return sum(values) / len(values) if values else math.nan
