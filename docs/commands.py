@@ -24,10 +24,10 @@ INTRODUCTION = """# Commands
 
 `docs/commands.py` generates this page from the commands; `carl COMMAND --help` prints the same.
 
-Option names accept underscores for dashes: `--io_iterations` is `--io-iterations`. Results go to stdout and messages to
-stderr. The exit code is 0 for success, 1 if the command failed, 2 for wrong usage, and 128 plus the number of the signal
-that stopped the command (130 for Ctrl-C). A mistake in the input is reported in one line; a traceback means a bug, which
-we ask you to report. No file is overwritten without `--overwrite`, and no file is left half-written.
+Option names accept underscores for dashes: `--io_iterations` is `--io-iterations`. Results go to stdout, messages to
+stderr. The exit code is 0 for success, 1 if the command failed, 2 for wrong usage, and 128 plus the number of the
+signal that stopped the command (130 for Ctrl-C). A mistake in the input is reported in one line; a traceback means a
+bug, which we ask you to report. No file is overwritten without `--overwrite`, and no file is left half-written.
 """
 
 
