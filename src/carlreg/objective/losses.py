@@ -1,7 +1,7 @@
-"""Similarity and regularity, as plain functions on tensors, and the paper's training loss made of them.
+"""Similarity and regularity as functions on tensors, and the paper's training loss.
 
-Similarities compare two images (B, C, *shape) on the same grid and are 0, or smallest, for equal ones. `mask`
-(B, 1, *shape) restricts the average to its nonzero voxels, item by item.
+Similarities compare two images (B, C, *shape) on the same grid; equal images give 0, or the minimum. `mask`
+(B, 1, *shape) restricts the average to its nonzero voxels, for each item.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Regularity = Literal["gradicon", "diffusion", "nearness"]
 
 
 class Similarity(Protocol):
-    """What any similarity of two images on one grid looks like; pass your own wherever a name is taken."""
+    """The signature of a similarity of two images on one grid. Pass your own function wherever a name is accepted."""
 
     def __call__(self, warped: Tensor, fixed: Tensor, /, *, mask: Tensor | None = None) -> Tensor: ...
 
@@ -41,7 +41,7 @@ def lncc(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | No
 
 
 def lncc2(warped: Tensor, fixed: Tensor, *, sigma: float = 4.0, mask: Tensor | None = None) -> Tensor:
-    """1 − squared local correlation: blind to whether contrast is inverted."""
+    """1 − squared local correlation: invariant to inverted contrast."""
     return 1 - _masked_mean(local_correlation(warped, fixed, sigma) ** 2, mask)
 
 
@@ -66,8 +66,8 @@ def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon
     fused = fast.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
     if fused is not None:
         return fused
-    # Measured from its mean, an image far from zero (a CT in HU) loses no digits in E[x²] − E[x]². Windows that reach
-    # over the border see zeros there, not means: `missing` is how much of a window does, and puts that right exactly.
+    # Subtracting the mean saves digits in E[x²] − E[x]² for images far from zero, such as a CT in HU. Beyond the border,
+    # windows contain zeros instead of means; `missing` is that fraction of a window, for an exact correction.
     inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)
     missing = 1 - inside
     centre1, centre2 = (
@@ -87,7 +87,7 @@ def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon
 
 
 def gaussian_blur(image: Tensor, sigma: float) -> Tensor:
-    """Convolve each axis with a Gaussian cut off at 2σ and normalised; zeros outside the image."""
+    """Convolve along each axis with a normalised Gaussian, truncated at 2σ; zeros outside the image."""
     return along_axes(image, _blur_rows, sigma)
 
 
@@ -99,9 +99,9 @@ def _blur_rows(rows: Tensor, sigma: float) -> Tensor:
 
 
 def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
-    """Self-similarities between each voxel's neighbours, as exp(−patch distance / local variance).
+    """Self-similarities between each voxel's neighbours, exp(−patch distance / local variance).
 
-    Pairs of neighbours at right angles are compared: 12 channels in 3-D, 4 in 2-D, for each channel of the image.
+    Neighbours at right angles are compared: 12 channels in 3-D, 4 in 2-D, for each channel of the image.
     """
     check_image(image)
     dim = image.dim() - 2
@@ -122,7 +122,7 @@ def mind_ssc(image: Tensor, radius: int = 2, dilation: int = 2) -> Tensor:
     distance = average(_pad_border(distance, radius), 2 * radius + 1, stride=1)
     distance = distance - distance.amin(dim=1, keepdim=True)
     variance = distance.mean(dim=1, keepdim=True)
-    # Flat and wild regions are held within a thousandfold of the image's own average.
+    # Clamped to within a factor of 1000 of the image's average, for flat regions and for outliers.
     average_variance = variance.detach().reshape(batch, -1).mean(dim=1).repeat_interleave(channels)
     average_variance = average_variance.reshape(-1, *(1,) * (dim + 1)).clamp(min=torch.finfo(image.dtype).eps)
     variance = torch.maximum(torch.minimum(variance, 1000 * average_variance), 0.001 * average_variance)
@@ -158,10 +158,10 @@ def _check_images(first: Tensor, second: Tensor) -> None:
 
 
 def diffusion(displacement: Tensor) -> Tensor:
-    """‖∇φ − I‖² of a dense displacement (B, D, *shape) in unit coordinates, from one-voxel differences.
+    """‖∇φ − I‖² of a dense displacement (B, D, *shape) in unit coordinates, by differences of one voxel.
 
-    Summed over directions, averaged over components and voxels: the squared Frobenius norm divided by D, to which
-    the paper's λ belongs.
+    Summed over directions, averaged over components and voxels: the squared Frobenius norm divided by D. The paper's λ
+    is for this normalisation.
     """
     _check_displacement(displacement)
     total = displacement.new_zeros(())
@@ -175,8 +175,8 @@ def diffusion(displacement: Tensor) -> Tensor:
 def nearness(displacement: Tensor) -> Tensor:
     """|φ(x) − x|² of a dense displacement (B, D, *shape) in unit coordinates, averaged over the voxels.
 
-    A network that sends all points to one has no slope of `diffusion` to leave that by, except at the image's border:
-    ∇φ is constant. This one has, everywhere.
+    If a network maps all points to one, ∇φ is constant and `diffusion` has no gradient except at the image's border.
+    This has one everywhere.
     """
     _check_displacement(displacement)
     return displacement.square().sum(dim=1).mean()
@@ -200,18 +200,14 @@ def folds(displacement: Tensor, *, margin: float = 0.1) -> Tensor:
 def gradicon(
     phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, *, delta: float = 1e-3
 ) -> Tensor:
-    """‖∇(φ_AB ∘ φ_BA) − I‖² at the points (B, ..., D), by finite differences of step `delta`.
-
-    Normalised as `diffusion` is.
-    """
-
+    """‖∇(φ_AB ∘ φ_BA) − I‖² at the points (B, ..., D), by differences of `delta`, normalised like `diffusion`."""
     return _squared_gradient(phi_ab, phi_ba, points, points.new_full((points.shape[-1],), delta))
 
 
 def _squared_gradient(
     phi_ab: Callable[[Tensor], Tensor], phi_ba: Callable[[Tensor], Tensor], points: Tensor, steps: Tensor
 ) -> Tensor:
-    """‖∇(φ_AB ∘ φ_BA) − I‖² / D from the points (B, ..., D) and a point beside each along every axis."""
+    """‖∇(φ_AB ∘ φ_BA) − I‖² / D from the points (B, ..., D) and their neighbours at these steps along each axis."""
 
     def error(x: Tensor) -> Tensor:
         return phi_ab(phi_ba(x)) - x
@@ -231,8 +227,8 @@ def gradicon_on_grid(
     stride: int = 2,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The same at every second voxel (`stride`) of the image's grid, moved as a whole by up to as many voxels at
-    random, and with differences of one voxel."""
+    """`gradicon` at every `stride`-th voxel of the image's grid, which is shifted by up to `stride` voxels at random,
+    with differences of one voxel."""
     dim = image.dim() - 2
     size = voxel_size(image.shape[2:], image)
     every = (slice(None), *(slice(None, None, stride) for _ in range(dim)))
@@ -242,7 +238,7 @@ def gradicon_on_grid(
 
 
 def jittered_points(image: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    """The image's voxels, each moved by one voxel's Gaussian noise: (B, *shape, D)."""
+    """The image's voxels with Gaussian noise of one voxel added to each: (B, *shape, D)."""
     points = voxel_points(image).expand(image.shape[0], *(-1,) * (image.dim() - 1))
     noise = torch.randn(points.shape, dtype=image.dtype, device=_device(generator, image), generator=generator)
     return points + voxel_size(image.shape[2:], image) * noise.to(image.device)
@@ -257,15 +253,15 @@ def _device(generator: torch.Generator | None, image: Tensor) -> torch.device:
 
 @dataclass(frozen=True)
 class Loss:
-    """A training loss and what it is made of."""
+    """A training loss and its parts."""
 
     total: Tensor
     similarity: Tensor
-    """Both directions added up."""
+    """Sum of both directions."""
     regularity: Tensor
-    """Before its weight."""
+    """Not weighted."""
     label_loss: Tensor | None = None
-    """1 − Dice, both directions added up, so from 0 to 2, before its weight; where labels were given."""
+    """1 − Dice, sum of both directions, so from 0 to 2; not weighted. None without labels."""
 
     def floats(self) -> dict[str, float]:
         parts = {name: getattr(self, name) for name in ("total", "similarity", "regularity", "label_loss")}
@@ -292,13 +288,13 @@ def registration_loss(
     """sim(M ∘ φ_AB, F) + sim(F ∘ φ_BA, M) + λ · regularity, Eq. (gradicon_loss).
 
     φ_AB = Φ[M, F] and φ_BA = Φ[F, M], as `both` returns them. "gradicon" penalises ∇(φ_AB ∘ φ_BA) − I over the moving
-    image; "diffusion", for the first steps of training, ∇φ_AB − I; "nearness", likewise and not in the paper, both
-    displacements themselves. Both maps are evaluated once, at the voxels, and GradICON reads them off there,
-    interpolated (`gradicon_on_grid`). `exact` evaluates them anew, at each voxel jittered by one voxel's noise and at D
-    points beside it, as the authors do: an order of magnitude slower.
+    image; "diffusion" penalises ∇φ_AB − I, for the first steps of training; "nearness", which is not in the paper,
+    penalises both displacements themselves. Both maps are evaluated once, at the voxels, and GradICON interpolates them
+    from there (`gradicon_on_grid`). `exact` evaluates them again, at each voxel jittered by one voxel's noise and at D
+    neighbours of it, as the authors do; this is an order of magnitude slower.
 
-    `labels` are what is known of the moving and of the fixed image, (B, K, *shape) each, from 0 to 1 for each of K
-    structures: `label_loss`, both ways, is added with its weight. The paper does without.
+    `labels` are maps of K structures in the moving and the fixed image, (B, K, *shape) each, from 0 to 1. With them,
+    `label_loss` in both directions is added, times `label_weight`; the paper has no such term.
     """
     measure = find_similarity(similarity)
     ab, ba = phi_ab.on_grid_of(fixed), phi_ba.on_grid_of(moving)
@@ -336,15 +332,15 @@ def label_loss(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
 
 
 def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:
-    """A transform known at the image's voxels, (B, *shape, D), as one field; continued beyond them as its parts are,
-    linear ones like mirrored fields."""
+    """One field for a transform with these values at the image's voxels, (B, *shape, D). It extrapolates as the
+    transform's parts do, and "mirror" stands for linear parts."""
     parts = transform.transforms if isinstance(transform, Composition) else (transform,)
     clamped = any(isinstance(part, DisplacementField) and part.extrapolate == "clamp" for part in parts)
     return DisplacementField((points - voxel_points(image)).movedim(-1, 1), "clamp" if clamped else "mirror")
 
 
 def find_similarity(similarity: str | Similarity) -> Similarity:
-    """A similarity by its name, or the function itself."""
+    """The similarity of that name; a function is returned as it is."""
     if not isinstance(similarity, str):
         return similarity
     if similarity not in SIMILARITIES:

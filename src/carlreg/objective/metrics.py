@@ -1,7 +1,7 @@
-"""How good a registration is: overlap, distances, folds, smoothness, consistency.
+"""Metrics of a registration: overlap, surface and landmark distances, inverse consistency.
 
-Label maps are (B, 1, *shape) tensors of whole numbers on one grid. Distances are in the unit of `spacing`, the size of
-a voxel along each axis: millimetres, or voxels if it is left out.
+Label maps are (B, 1, *shape) tensors of integers on one grid. Distances are in the unit of `spacing`, the size of a
+voxel along each axis: millimetres, or voxels if it is left out. Folds and SDlogJ are in `geometry.jacobian`.
 
 Definitions are those of Learn2Reg's evaluation, except that HD95 counts every surface voxel once, where Learn2Reg
 weights pieces of surface by their area.
@@ -25,8 +25,7 @@ from carlreg.geometry.transforms import Transform
 
 
 def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> dict[int, float]:
-    """2 |A ∩ B| / (|A| + |B|) for each label, by default all but 0 that occur in either: 0 where one map has none of
-    it, NaN where neither has.
+    """2 |A ∩ B| / (|A| + |B|) for each label; by default for all in either map but 0. NaN if neither map has the label.
 
     >>> scores = dice(warped_labels, fixed_labels)
     """
@@ -38,41 +37,41 @@ def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> 
 
 
 def _count(labels: Tensor) -> Counter[int]:
-    """How many voxels each label has."""
+    """Number of voxels of each label."""
     values, counts = labels.unique(return_counts=True)
     return Counter(dict(zip((int(value) for value in values), counts.tolist(), strict=True)))
 
 
 def mean_score(scores: Mapping[int, float]) -> float:
-    """The mean over the labels that have a score; NaN if none has."""
+    """Mean of the scores that are not NaN; NaN if there are none."""
     values = [score for score in scores.values() if not math.isnan(score)]
     return sum(values) / len(values) if values else math.nan
 
 
 def hd95(first: Tensor, second: Tensor, label: int, *, spacing: Sequence[float] | None = None) -> float:
-    """Distance within which 95 % of each surface lies of the other, the larger of both ways; NaN if either is empty.
+    """95th percentile of the distance between two surfaces, the larger of both directions; NaN if either is empty.
 
-    A surface voxel belongs to the structure and has a neighbour along an axis that does not; beyond the image there is
-    none of it.
+    A surface voxel belongs to the structure and has a neighbour along an axis that does not. Outside the image is
+    outside the structure.
     """
     check_same_shape(first, second, ("the first label map", "the second"))
     a, b = (_surface(labels == label) for labels in (first, second))
     if not a.any() or not b.any():
         return math.nan
-    found = (a | b).nonzero()
-    box = tuple(slice(int(low), int(high) + 1) for low, high in zip(found.amin(0), found.amax(0), strict=True))
+    voxels = (a | b).nonzero()
+    box = tuple(slice(int(low), int(high) + 1) for low, high in zip(voxels.amin(0), voxels.amax(0), strict=True))
     a, b = a[box], b[box]
     sides = [1.0] * a.dim() if spacing is None else [float(side) for side in spacing]
-    there, back = (_distance_to(surface, sides)[other].quantile(0.95) for surface, other in ((b, a), (a, b)))
-    return float(torch.maximum(there, back))
+    distances = [_distance_to(surface, sides)[other].quantile(0.95) for surface, other in ((b, a), (a, b))]
+    return float(torch.maximum(*distances))
 
 
 def target_registration_error(
     transform: Transform, fixed_points: Tensor, moving_points: Tensor, *, size: Sequence[float] | None = None
 ) -> Tensor:
-    """How far each fixed landmark lands from its moving one: two (B, N, D) in unit coordinates → (B, N).
+    """Distance of each mapped fixed landmark to its moving landmark, (B, N), from two (B, N, D) in unit coordinates.
 
-    `size` is the moving image's extent along each axis from the first to the last voxel centre, in millimetres.
+    `size` is the moving image's extent in millimetres along each axis, from the first to the last voxel centre.
     """
     check_same_shape(fixed_points, moving_points, ("fixed_points", "moving_points"))
     difference = transform(fixed_points) - moving_points
@@ -84,7 +83,7 @@ def target_registration_error(
 def inverse_consistency(
     phi_ab: Transform, phi_ba: Transform, image: Tensor, *, spacing: Sequence[float] | None = None
 ) -> Tensor:
-    """How far φ_AB(φ_BA(x)) is from x, at the voxels of the image that φ_BA starts from: (B, *shape)."""
+    """|φ_AB(φ_BA(x)) − x| at the voxels of `image`, the one whose points φ_BA takes: (B, *shape)."""
     points = voxel_points(image)
     difference = (phi_ab(phi_ba.on_grid_of(image)) - points) / voxel_size(image.shape[2:], image)
     if spacing is not None:
@@ -93,7 +92,7 @@ def inverse_consistency(
 
 
 def _surface(mask: Tensor) -> Tensor:
-    """The structure's voxels that have a neighbour outside of it, (1, 1, *shape) → (*shape)."""
+    """Voxels of the structure that have a neighbour outside it: (1, 1, *shape) → (*shape)."""
     if mask.shape[0] != 1 or mask.shape[1] != 1:
         raise InputError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
     inside = mask[0, 0]
@@ -107,9 +106,9 @@ def _surface(mask: Tensor) -> Tensor:
 
 
 def _distance_to(mask: Tensor, spacing: Sequence[float]) -> Tensor:
-    """Distance of every voxel of (*shape) to the nearest one of the mask.
+    """Distance of every voxel of (*shape) to the nearest voxel of the mask.
 
-    Squared distances are added up one axis after the other, each a minimum over the voxels of a row.
+    Computed axis by axis, as a minimum of squared distances over the voxels of a row.
     """
     squared = torch.where(mask, 0.0, math.inf).double()
     for axis, (side, step) in enumerate(zip(mask.shape, spacing, strict=True)):
