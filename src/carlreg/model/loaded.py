@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -69,12 +70,13 @@ def find_model(model: str | os.PathLike[str]) -> Path:
 def load_model(
     model: str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel, device: str | torch.device = "auto"
 ) -> LoadedModel:
-    """A model by name or file, or one that is in memory already, on its device and in evaluation mode."""
+    """A model by name or file, or one in memory, on its device and in evaluation mode. A network that is passed in is
+    not changed."""
     place = choose_device(device)
     if isinstance(model, LoadedModel):
-        return replace(model, network=model.network.to(place).eval())
+        return replace(model, network=_ready(model.network, place))
     if isinstance(model, RegistrationAlgorithm):
-        return LoadedModel(model.to(place).eval(), None, {"name": type(model).__name__})
+        return LoadedModel(_ready(model, place), None, {"name": type(model).__name__})
     if model == AUTO:
         return replace(load_model(DEFAULT, place), searches_rotation=True)
     path = find_model(model)
@@ -84,6 +86,14 @@ def load_model(
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
     keeps_margins = about.get("view") == "whole"
     return LoadedModel(load(path, device=place), grid or None, provenance, ct_range, voxel, keeps_margins=keeps_margins)
+
+
+def _ready(network: RegistrationAlgorithm, device: torch.device) -> RegistrationAlgorithm:
+    """The network on a device and in evaluation mode: itself if it is, otherwise a copy."""
+    here = all(p.device.type == device.type and device.index in (None, p.device.index) for p in network.parameters())
+    if here and not any(module.training for module in network.modules()):
+        return network
+    return copy.deepcopy(network).to(device).eval()
 
 
 def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
