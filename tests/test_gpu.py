@@ -21,7 +21,7 @@ from carlreg.fast.precision import mixed_precision
 from carlreg.geometry.fitting import random_rotation
 from carlreg.geometry.transforms import warp
 from carlreg.model.unet import UNet
-from carlreg.registration.rotation_search import look
+from carlreg.registration.rotation_search import search_rotation
 from carlreg.synthesis import random_anatomy
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
@@ -147,11 +147,11 @@ def test_a_look_sees_the_same_on_the_gpu() -> None:
     shape = (48, 48, 48)
     made = random_anatomy(shape, generator=torch.Generator().manual_seed(3), body=(0.3, 0.4), shift=0.03)
     turned = warp(made.moving, random_rotation(shape, 1, like=made.moving), like=made.moving, outside="zeros")
-    here, there = look(turned, made.fixed), look(turned.cuda(), made.fixed.cuda())
+    here, there = search_rotation(turned, made.fixed), search_rotation(turned.cuda(), made.fixed.cuda())
     assert there.transform.matrix.is_cuda
-    assert there.turned == here.turned
+    assert there.is_rotated == here.is_rotated
     assert there.degrees == pytest.approx(here.degrees, abs=1.0)
-    assert there.likeness == pytest.approx(here.likeness, abs=0.01)
+    assert there.correlation == pytest.approx(here.correlation, abs=0.01)
 
 
 def test_instance_optimisation_on_the_gpu() -> None:

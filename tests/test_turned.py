@@ -30,7 +30,7 @@ from carlreg.model.loaded import LoadedModel, find_model, load_model
 from carlreg.model.zoo import carl_rot
 from carlreg.objective.losses import diffusion, lncc, nearness
 from carlreg.preparation import Frame, common_voxel, prepare_pair
-from carlreg.registration.rotation_search import TRIED, look, many_rotations
+from carlreg.registration.rotation_search import TRIED, many_rotations, search_rotation
 from carlreg.synthesis import random_anatomy
 
 CPU = torch.device("cpu")
@@ -359,16 +359,16 @@ def test_a_look_finds_how_an_image_is_turned(
     anatomy: tuple[torch.Tensor, torch.Tensor], degrees: float, plane: tuple[int, int]
 ) -> None:
     moving, fixed = anatomy
-    straight = look(moving, fixed)
+    straight = search_rotation(moving, fixed)
     assert straight.degrees < 15
     by = about_centre(rotation(degrees, plane)[None], moving.shape[2:], like=moving)
-    seen = look(warp(moving, by, like=moving, outside="zeros"), fixed)
+    seen = search_rotation(warp(moving, by, like=moving, outside="zeros"), fixed)
     # M ∘ R is turned by R⁻¹: the look of the turned image is R⁻¹ after the look of the straight one.
     want = torch.linalg.inv(rotation(degrees, plane)).float() @ straight.transform.matrix[0, :, :3]
     apart = (torch.trace(want.mT @ seen.transform.matrix[0, :, :3]) - 1) / 2
     assert math.degrees(math.acos(min(1.0, float(apart)))) < 6
-    assert seen.likeness > 0.8 * straight.likeness
-    assert degrees == 0 or seen.likeness > 1.1 * seen.upright
+    assert seen.correlation > 0.8 * straight.correlation
+    assert degrees == 0 or seen.correlation > 1.1 * seen.upright_correlation
 
 
 def test_a_look_works_in_the_plane_and_between_different_shapes() -> None:
@@ -379,7 +379,7 @@ def test_a_look_works_in_the_plane_and_between_different_shapes() -> None:
     fixed = torch.from_numpy(picture)[None, None]
     by = about_centre(rotation(130, (0, 1), 2)[None], (64, 80), like=fixed)
     moving = F.pad(warp(fixed, by, like=fixed, outside="zeros"), (5, 3, 2, 8))
-    seen = look(moving, fixed)
+    seen = search_rotation(moving, fixed)
     assert seen.degrees == pytest.approx(130, abs=2)
     missed = [(warp(moving, map_, like=fixed) - fixed).abs().mean() for map_ in (seen.transform, Identity())]
     assert missed[0] < 0.2 * missed[1]
@@ -406,29 +406,29 @@ def test_a_look_takes_what_images_there_are(change: Callable[[torch.Tensor], tor
     fixed = drawing()
     by = about_centre(rotation(70, (0, 1), 2)[None], (40, 40), like=fixed)
     turned = warp(fixed, by, like=fixed, outside="zeros")
-    want = look(turned, fixed)
+    want = search_rotation(turned, fixed)
     assert want.degrees == pytest.approx(70, abs=2)
-    assert want.turned
+    assert want.is_rotated
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        seen = look(change(turned), change(fixed))
+        seen = search_rotation(change(turned), change(fixed))
     assert seen.degrees == pytest.approx(want.degrees, abs=1)
 
 
 def test_images_that_are_alike_as_they_are_are_not_turned() -> None:
     fixed = drawing()
-    seen = look(fixed, fixed)
+    seen = search_rotation(fixed, fixed)
     assert seen.degrees < 1
-    assert not seen.turned
+    assert not seen.is_rotated
     # Nothing is known of images without a difference, or of one another's negative: nothing is turned.
-    assert not look(torch.zeros_like(fixed), fixed).turned
-    assert not look(fixed, 1 - fixed).turned
+    assert not search_rotation(torch.zeros_like(fixed), fixed).is_rotated
+    assert not search_rotation(fixed, 1 - fixed).is_rotated
 
 
 def test_bad_images_are_not_looked_at() -> None:
     with pytest.raises(ValueError, match="one 2-D or 3-D image each"):
-        look(torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8))
+        search_rotation(torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8))
     with pytest.raises(ValueError, match="moving"):
-        look(torch.full((1, 1, 8, 8), math.nan), torch.rand(1, 1, 8, 8))
+        search_rotation(torch.full((1, 1, 8, 8), math.nan), torch.rand(1, 1, 8, 8))
 
 
 # ---- auto -----------------------------------------------------------------------------------------------------------

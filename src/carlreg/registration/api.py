@@ -40,7 +40,7 @@ from carlreg.registration.options import (
     TransformKind,
 )
 from carlreg.registration.result import Registration, make_request, peak_memory
-from carlreg.registration.rotation_search import Look, look
+from carlreg.registration.rotation_search import RigidMatch, search_rotation
 from carlreg.registration.score import _score
 from carlreg.registration.solve import (
     USUAL,
@@ -169,7 +169,7 @@ def register_pair(
     if loaded.searches_rotation:
         say("looking whether the scans are turned")
         seen, rigid = _look(case, loaded, place)
-        if seen.turned:
+        if seen.is_rotated:
             logger.info("the moving scan is turned back by %.0f°", seen.degrees)
             guess = rigid if given is None else world_transform.compose(given, rigid, case.fixed)
             case = case.through(guess, loaded, place)
@@ -252,22 +252,22 @@ def register_pair(
 # ---- whether the scans are turned -----------------------------------------------------------------------------------
 
 
-def _look(case: Case, loaded: LoadedModel, place: torch.device) -> tuple[Look, WorldTransform]:
+def _look(case: Case, loaded: LoadedModel, place: torch.device) -> tuple[RigidMatch, WorldTransform]:
     """At both scans with the same cubic voxels: what was seen, and the rigid map of the world."""
     common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM, prepare=None)
     f, m = case.prepared_for(common, torch.device("cpu") if place.type == "mps" else place, masks=False)
-    seen = look(m.tensor, f.tensor)
+    seen = search_rotation(m.tensor, f.tensor)
     unit = np.eye(case.fixed.dim + 1)
     unit[:-1] = seen.transform.matrix[0].cpu().double().numpy()
     return seen, WorldTransform.linear(m.image.unit_to_world() @ unit @ f.image.world_to_unit())
 
 
-def _told(seen: Look) -> dict[str, Any]:
+def _told(seen: RigidMatch) -> dict[str, Any]:
     return {
         "degrees": round(seen.degrees, 1),
-        "likeness": round(seen.likeness, 4),
-        "likeness_upright": round(seen.upright, 4),
-        "turned_back": seen.turned,
+        "likeness": round(seen.correlation, 4),
+        "likeness_upright": round(seen.upright_correlation, 4),
+        "turned_back": seen.is_rotated,
     }
 
 

@@ -1,6 +1,6 @@
-"""A look at two scans: whether, and how, they are turned against each other.
+"""The search for a rotation between two images.
 
-Many rotations are tried on coarse images, the best of them refined, and judged on finer ones. No network takes part.
+Many rotations are tried on coarse images; the best are refined, and compared on finer ones. No network is involved.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, voxel_points
@@ -20,52 +21,52 @@ from carlreg.geometry.transforms import Affine
 from carlreg.objective.losses import lncc
 
 TRIED = {2: 72, 3: 1500}
-"""Rotations, by dimension: in space every rotation is within 20° of one of them."""
+"""Number of rotations tried, by dimension: in 3-D every rotation is within 20° of one of them."""
 COARSE, MIDDLE, FINE = 24, 32, 48
-"""Voxels along the longest side: on which rotations are tried, refined, and judged."""
+"""Voxels along the longest side of the images on which rotations are tried, refined, and compared."""
 KEPT, STEPS = 12, 40
-"""Rotations that are refined, besides none, and steps of gradient descent for that."""
+"""Number of rotations that are refined, besides the identity, and steps of gradient descent for each."""
 RATES = 0.04, 0.3
-"""Of a step: radians, and voxels of the middle grid."""
+"""Learning rates: radians, and voxels of the middle grid."""
 WINDOW = 3.0
-"""Of the local correlation by which they are judged, in voxels of the fine grid."""
-TURNED, CLEARLY = 20.0, 0.02
-"""Degrees by which images are turned at least, and by how much more alike they must be that way."""
+"""Standard deviation of the windows of the local correlation, in voxels of the fine grid."""
+LEAST_DEGREES, LEAST_GAIN = 20.0, 0.02
+"""The smallest rotation worth undoing, and the smallest gain in correlation that makes it credible."""
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
-    """The rigid map between two images with the same cubic voxels, at a glance."""
+class RigidMatch:
+    """The best rigid map between two images with the same cubic voxels."""
 
     transform: Affine
     """From the fixed image's unit coordinates to the moving one's."""
     degrees: float
-    """By how much it turns."""
-    likeness: float
-    """Of the images by that map: their local correlation, at most 1."""
-    upright: float
-    """The same by the best map found that turns by less than `TURNED`."""
+    """The angle of its rotation."""
+    correlation: float
+    """Local correlation of the images under that map, at most 1."""
+    upright_correlation: float
+    """The same for the best map whose rotation is smaller than `LEAST_DEGREES`."""
 
     @property
-    def turned(self) -> bool:
-        """Far enough to be worth turning back, and clearly more alike that way."""
-        return self.degrees >= TURNED and self.likeness > max(self.upright, 0.0) + CLEARLY
+    def is_rotated(self) -> bool:
+        """Whether the rotation is worth undoing: large enough, and clearly better than a small one."""
+        return self.degrees >= LEAST_DEGREES and self.correlation > max(self.upright_correlation, 0.0) + LEAST_GAIN
 
 
 @full_precision
-def look(moving: Tensor, fixed: Tensor) -> Look:
-    """The rigid map by which two images, (1, C, *shape), are most alike, whatever the angle. Voxels must be cubes, of
-    the same size in both; what is not background should be in view. Takes seconds on a CPU.
+def search_rotation(moving: Tensor, fixed: Tensor) -> RigidMatch:
+    """Find the rigid map, of any angle, under which two images (1, C, *shape) correlate best. Voxels must be cubes of
+    the same size in both images; the foreground should be in view. Takes seconds on a CPU.
 
-    >>> seen = look(moving, fixed)
-    >>> seen.degrees
+    >>> match = search_rotation(moving, fixed)
+    >>> match.degrees
     """
     check_pair(moving, fixed)
     check_finite(moving, "moving")
     check_finite(fixed, "fixed")
     dim = fixed.dim() - 2
     if dim not in TRIED or len(fixed) != 1:
-        raise ValueError(f"the images have shape {tuple(fixed.shape)}; expected one 2-D or 3-D image each")
+        raise InputError(f"the images have shape {tuple(fixed.shape)}; expected one 2-D or 3-D image each")
     with torch.inference_mode(False), torch.no_grad():
         moving, fixed = _from_0_to_1(moving.clone()), _from_0_to_1(fixed.clone())
         rotations = torch.cat([torch.eye(dim)[None], many_rotations(TRIED[dim], dim).float()]).to(fixed.device)
@@ -73,17 +74,17 @@ def look(moving: Tensor, fixed: Tensor) -> Look:
         best = coarse.correlation(rotations, coarse.offsets(rotations)).topk(KEPT).indices
         rotations = torch.cat([rotations[:1], rotations[best]])
         offsets = coarse.offsets(rotations)
-        as_it_is = fine.likeness(rotations[:1], offsets[:1])
+        unrefined = fine.local_correlation(rotations[:1], offsets[:1])
         rotations, offsets = _refined(middle, rotations, offsets)
-        alike, degrees = fine.likeness(rotations, offsets), torch.rad2deg(_angle(rotations))
-        first = int(alike.argmax())
-        upright = torch.cat([as_it_is, alike[degrees < TURNED]]).amax()
-        transform = _as_affine(rotations[first], offsets[first], moving, fixed)
-        return Look(transform, float(degrees[first]), float(alike[first]), float(upright))
+        correlation, degrees = fine.local_correlation(rotations, offsets), torch.rad2deg(_angle(rotations))
+        best_index = int(correlation.argmax())
+        upright = torch.cat([unrefined, correlation[degrees < LEAST_DEGREES]]).amax()
+        transform = _as_affine(rotations[best_index], offsets[best_index], moving, fixed)
+        return RigidMatch(transform, float(degrees[best_index]), float(correlation[best_index]), float(upright))
 
 
 def many_rotations(count: int, dim: int) -> Tensor:
-    """(count, dim, dim): rotations spread evenly; in 3-D by super-Fibonacci spirals (Alexa, CVPR 2022)."""
+    """(count, dim, dim): evenly spread rotations; in 3-D by super-Fibonacci spirals (Alexa, CVPR 2022)."""
     n = torch.arange(count, dtype=torch.float64) + 0.5
     if dim == 2:
         angle = 2 * math.pi * n / count
@@ -102,13 +103,13 @@ def many_rotations(count: int, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """Two images at some resolution, and maps x ↦ R x + t between them. Points are in voxels of the full grid, counted
-    from the middle of each image."""
+    """Two images at one resolution, and maps x ↦ R x + t between them. Points are in voxels of the full grid, relative
+    to the centre of each image."""
 
     moving: Tensor
     fixed: Tensor
     sides: tuple[Tensor, Tensor]
-    """Voxels of the full grids from end to end, of the moving and of the fixed image."""
+    """Extents of the moving and of the fixed image, in voxels of the full grid."""
 
     @classmethod
     def of(cls, moving: Tensor, fixed: Tensor, side: int) -> _Pair:
@@ -117,7 +118,7 @@ class _Pair:
         return cls(small[0], small[1], (_ends(moving), _ends(fixed)))
 
     def offsets(self, rotations: Tensor) -> Tensor:
-        """Shifts by which each rotation takes the fixed image's centre of mass to the moving one's."""
+        """Translations that make each rotation map the fixed image's centre of mass to the moving one's."""
         centres = []
         for image, side in zip((self.moving, self.fixed), self.sides, strict=True):
             points = (voxel_points(image)[0] - 0.5) * side
@@ -129,12 +130,12 @@ class _Pair:
         """(B, C, *fixed shape): the moving image through each map; 0 outside of it."""
         points = (voxel_points(self.fixed)[0] - 0.5) * self.sides[1]
         shape = (len(rotations), *[1] * self.moving[0, 0].dim(), points.shape[-1])
-        found = torch.einsum("bij,...j->b...i", rotations, points) + offsets.reshape(shape)
+        mapped = torch.einsum("bij,...j->b...i", rotations, points) + offsets.reshape(shape)
         moving = self.moving.expand(len(rotations), *self.moving.shape[1:])
-        return interpolate(moving, found / self.sides[0] + 0.5, outside="zeros")
+        return interpolate(moving, mapped / self.sides[0] + 0.5, outside="zeros")
 
     def correlation(self, rotations: Tensor, offsets: Tensor, together: int = 100) -> Tensor:
-        """(B,): of all intensities, so many maps at a time."""
+        """(B,): the correlation of all intensities under each map, computed for `together` maps at a time."""
         parts = []
         fixed = self.fixed.flatten(1)
         for some, shifts in zip(rotations.split(together), offsets.split(together), strict=True):
@@ -142,14 +143,14 @@ class _Pair:
             parts.append(F.cosine_similarity(warped - warped.mean(1, True), fixed - fixed.mean(1, True)))
         return torch.cat(parts)
 
-    def likeness(self, rotations: Tensor, offsets: Tensor) -> Tensor:
-        """(B,): of intensities in windows, which tells the inside of a head from its outline."""
+    def local_correlation(self, rotations: Tensor, offsets: Tensor) -> Tensor:
+        """(B,): the mean correlation in windows, to which the inside of a head matters as much as its outline."""
         warped = self.warped(rotations, offsets)
         return torch.stack([1 - lncc(one[None], self.fixed, sigma=WINDOW) for one in warped])
 
 
 def _refined(pair: _Pair, rotations: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each map, turned and shifted so that intensities correlate best near it."""
+    """Each map after gradient ascent of the correlation."""
     dim = rotations.shape[-1]
     turns = rotations.new_zeros(len(rotations), dim * (dim - 1) // 2, requires_grad=True)
     shifts = torch.zeros_like(offsets, requires_grad=True)
@@ -165,7 +166,7 @@ def _refined(pair: _Pair, rotations: Tensor, offsets: Tensor) -> tuple[Tensor, T
 
 
 def _rotation(vector: Tensor, dim: int) -> Tensor:
-    """(B, dim, dim) of (B, dim (dim − 1) / 2) angles in the planes of two axes."""
+    """(B, dim (dim − 1) / 2) angles in the planes of two axes → (B, dim, dim)."""
     i, j = torch.triu_indices(dim, dim, 1, device=vector.device)
     item = torch.arange(len(vector), device=vector.device)[:, None]
     skew = vector.new_zeros(len(vector), dim, dim).index_put((item, i, j), vector)
@@ -173,30 +174,30 @@ def _rotation(vector: Tensor, dim: int) -> Tensor:
 
 
 def _angle(rotations: Tensor) -> Tensor:
-    """Of each rotation: its trace is 1 + 2 cos α in space, 2 cos α in the plane."""
+    """The angle of each rotation: its trace is 1 + 2 cos α in 3-D, 2 cos α in 2-D."""
     trace = rotations.diagonal(dim1=-2, dim2=-1).sum(-1)
     return ((trace - rotations.shape[-1] + 2) / 2).clamp(-1, 1).acos()
 
 
 def _from_0_to_1(image: Tensor) -> Tensor:
-    """The darkest is background, and weighs nothing."""
+    """Scale to 0…1, so that the background has no mass."""
     image = image.detach().float() - image.float().amin()
     return image / image.amax().clamp(min=1e-9)
 
 
 def _shrunk(image: Tensor, factor: float) -> Tensor:
-    """On a coarser grid over the same unit cube."""
+    """The image on a coarser grid over the same unit cube."""
     shape = [min(n, max(4, round(n * factor))) for n in image.shape[2:]]
     return resize(image, shape) if factor < 1 else image
 
 
 def _ends(image: Tensor) -> Tensor:
-    """How many voxels the last one is from the first, along each axis; 1 where there is only one."""
+    """The distance from the first to the last voxel along each axis; 1 if there is only one."""
     return torch.tensor([float(max(n - 1, 1)) for n in image.shape[2:]], device=image.device)
 
 
 def _as_affine(rotation: Tensor, offset: Tensor, moving: Tensor, fixed: Tensor) -> Affine:
-    """x ↦ R x + t of voxels from the middles, in unit coordinates."""
+    """x ↦ R x + t, in voxels from the centres, as a map of unit coordinates."""
     linear = rotation * _ends(fixed) / _ends(moving)[:, None]
     half = torch.full_like(offset, 0.5)
     return Affine.from_parts(linear[None], (half + offset / _ends(moving) - linear @ half)[None])
