@@ -370,7 +370,7 @@ def who(batch: torch.Tensor) -> list[int]:
 def test_any_two_different_images_are_drawn() -> None:
     cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)))
     draw = TrainingPairs(cohort, constant_images(4), batch=50, device=CPU)
-    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0)))
+    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0))[:2])
     assert len({*zip(moving, fixed, strict=True)}) == 12
     assert all(a != b for a, b in zip(moving, fixed, strict=True))
 
@@ -378,7 +378,7 @@ def test_any_two_different_images_are_drawn() -> None:
 def test_given_pairs_are_drawn() -> None:
     cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)), (Pair(1, 0), Pair(2, 3)))
     draw = TrainingPairs(cohort, constant_images(4), batch=20, device=CPU)
-    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0)))
+    moving, fixed = (who(images) for images in draw(torch.Generator().manual_seed(0))[:2])
     assert {*zip(moving, fixed, strict=True)} == {(1, 0), (2, 3)}
     with pytest.raises(ValueError, match="the batch is 0"):
         TrainingPairs(cohort, constant_images(4), batch=0, device=CPU)
@@ -401,7 +401,7 @@ def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
         draw = TrainingPairs(
             cohort, prepared, batch=4, device=CPU, augmentation=Augmentation(flips=True), labelled=True
         )
-        moving, fixed, *structures = draw(torch.Generator().manual_seed(3))
+        moving, fixed, *structures = draw(torch.Generator().manual_seed(3))[:4]
         assert [part.shape[1] for part in structures] == [STRUCTURES] * 2
         return torch.stack([torch.cat([moving, structures[0]], dim=1), torch.cat([fixed, structures[1]], dim=1)])
 
@@ -421,7 +421,7 @@ def test_structures_are_those_that_both_images_show() -> None:
     cohort = Cohort(tuple(Case(Path(str(i))) for i in range(4)))
     still = Augmentation(affine=0)
     draw = TrainingPairs(cohort, prepared, batch=40, device=CPU, augmentation=still, labelled=True)
-    moving, fixed, of_moving, of_fixed = draw(torch.Generator().manual_seed(0))
+    moving, fixed, of_moving, of_fixed = draw(torch.Generator().manual_seed(0))[:4]
     for m, f, mm, ff in zip((255 * moving).round(), (255 * fixed).round(), of_moving, of_fixed, strict=True):
         common = sorted((set(m.unique().tolist()) & set(f.unique().tolist())) - {0})
         expected = {tuple((m == value).flatten().tolist()) for value in common}
@@ -485,11 +485,13 @@ def test_validation_by_dice(tmp_path: Path) -> None:
     cohort, prepared = shifted(tmp_path)
     judge = Validation(cohort, prepared, device=CPU)
     assert judge.measure == "Dice"
-    assert judge() == pytest.approx(2 * 4 * 7 / (2 * 6 * 7))  # four of six rows overlap
+    unregistered = judge.score()
+    assert (
+        unregistered.merit == unregistered.value == pytest.approx(2 * 4 * 7 / (2 * 6 * 7))
+    )  # four of six rows overlap
     identity = gradicon(2, 2, unet_down=(4,) * 5, unet_up=(4,) * 5).eval()  # its last convolutions are zero
-    assert judge(identity) == pytest.approx(judge())
-    assert judge.latest is not None
-    assert judge.latest.folds == 0
+    assert judge.score(identity).value == pytest.approx(unregistered.value)
+    assert judge.score(identity).folds == 0
 
 
 def test_validation_by_landmarks_and_by_similarity(tmp_path: Path) -> None:
@@ -500,11 +502,12 @@ def test_validation_by_landmarks_and_by_similarity(tmp_path: Path) -> None:
     pair = Pair(0, 1, tmp_path / "a.csv", tmp_path / "b.txt")
     judge = Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
     assert judge.measure == "landmark error, mm"
-    assert judge() == pytest.approx(-3.0, abs=1e-4)  # 2 mm and 4 mm
+    assert judge.score().value == pytest.approx(3.0, abs=1e-4)  # 2 mm and 4 mm
+    assert judge.score().merit == pytest.approx(-3.0, abs=1e-4)
     plain = Validation(cohort, bare, device=CPU, similarity="ssd")
     assert plain.measure == "ssd"
     a, b = (p.image.float() / 255 for p in prepared)
-    assert plain() == pytest.approx(-float(((a - b) ** 2).mean()), rel=1e-5)
+    assert plain.score().merit == pytest.approx(-float(((a - b) ** 2).mean()), rel=1e-5)
     (tmp_path / "b.txt").write_text("6 5\n")
     with pytest.raises(DatasetError, match=r"a\.csv has 2 landmarks and .*b\.txt has 1; expected as many"):
         Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)

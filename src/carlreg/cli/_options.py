@@ -12,14 +12,18 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from carlreg.errors import InputError
+
 Command = Callable[..., Any]
 
 
-def expand(**special: Any) -> Callable[[Command], Command]:
+def expand(*, usage: bool = False, **special: Any) -> Callable[[Command], Command]:
     """Replace every dataclass parameter of a command by one option per field, named after the field.
 
-    A field `name: Annotated[type, "help"] = default` gives type, help text and default of its option; one of type Any
-    takes a path. `special` are annotations of options that need more: `Annotated[type, typer.Option(...)]`.
+    A field `name: Annotated[type, "help"] = default` gives type, help text and default of its option, and
+    `Annotated[type, "help", "panel"]` also its panel in the help; one of type Any takes a path. `special` are
+    annotations of options that need more: `Annotated[type, typer.Option(...)]`. `usage` reports
+    values that a dataclass refuses as wrong usage.
 
     >>> @expand(optimize=Annotated[Optimize, typer.Option("--optimize", "--over")])
     ... def register(inputs: PairInputs, options: RegisterOptions, out: Annotated[Path, typer.Option()]) -> None: ...
@@ -39,10 +43,15 @@ def expand(**special: Any) -> Callable[[Command], Command]:
 
         @functools.wraps(command)
         def flat(**values: Any) -> Any:
-            made = {
-                name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-                for name, kind in groups.items()
-            }
+            try:
+                made = {
+                    name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+                    for name, kind in groups.items()
+                }
+            except InputError as error:
+                if usage:
+                    raise typer.BadParameter(str(error)) from error
+                raise
             return command(**values, **made)
 
         del flat.__wrapped__
@@ -54,7 +63,7 @@ def expand(**special: Any) -> Callable[[Command], Command]:
 
 
 def _option(field: Field[Any], hint: Any, special: Any) -> inspect.Parameter:
-    kind, text = hint.__origin__, hint.__metadata__[0]
+    kind, (text, *panel) = hint.__origin__, hint.__metadata__
     default = None if field.default is MISSING else field.default
     option = typer.Option()
     if special is not None:
@@ -62,6 +71,7 @@ def _option(field: Field[Any], hint: Any, special: Any) -> inspect.Parameter:
     elif kind is Any:
         kind = Path | None
     option.help = option.help or text
+    option.rich_help_panel = panel[0] if panel else None
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

@@ -104,6 +104,16 @@ def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
     return target
 
 
+@contextmanager
+def only_writer(folder: PathLike, busy: Exception) -> Iterator[None]:
+    """Make a folder and keep other processes from writing there; raise `busy` if one already does."""
+    path = Path(os.path.realpath(folder))
+    with _named(folder):
+        path.mkdir(parents=True, exist_ok=True)
+    with _lock(path, wait=False, busy=busy):
+        yield
+
+
 # ---- staging --------------------------------------------------------------------------------------------------------
 
 
@@ -157,8 +167,9 @@ def _make_and_lock(stack: ExitStack, make: Callable[[], Path]) -> Path:
 
 
 @contextmanager
-def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Lock a folder until the end of the block or of this process; False if that is not possible."""
+def _lock(folder: Path, *, wait: bool, busy: Exception | None = None) -> Iterator[bool]:
+    """Lock a folder until the end of the block or of this process; False if that is not possible. `busy` is raised if
+    another process holds the lock."""
     try:
         import fcntl
     except ImportError:  # Windows: writers do not wait for each other, and leftovers stay
@@ -169,8 +180,10 @@ def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             locked = True
-        except OSError:  # another process holds it, or the file system has no locks
+        except OSError as error:  # another process holds it, or the file system has no locks
             locked = False
+            if busy is not None and isinstance(error, BlockingIOError):
+                raise busy from None
         if not os.path.samestat(os.fstat(handle), os.stat(folder)):
             raise FileNotFoundError(folder)
         yield locked

@@ -321,10 +321,15 @@ def registration_loss(
 
 
 def label_loss(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
-    """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, φ being given at the voxels of F, (B, *shape, D):
-    for each pair the mean over the structures that both images show, 0 if there are none; then the mean over pairs."""
+    """1 − Dice of structures M ∘ φ and F, (B, K, *shape) from 0 to 1, with φ at the voxels of F, (B, *shape, D).
+
+    For each pair the mean over the structures that both images show, 0 if there are none; then the mean over pairs.
+    More than half a voxel outside of the moving image there are no structures.
+    """
     axes = tuple(range(2, moving.dim()))
-    warped = interpolate(moving, points)
+    half = voxel_size(moving.shape[2:], points) / 2
+    inside = ((points >= -half) & (points <= 1 + half)).all(dim=-1)
+    warped = interpolate(moving, points) * inside[:, None]
     common, sizes = (warped * fixed).sum(axes), warped.sum(axes) + fixed.sum(axes)
     shown = (moving.amax(axes) > 0) & (fixed.amax(axes) > 0)
     apart = 1 - 2 * common / sizes.clamp(min=1e-3)

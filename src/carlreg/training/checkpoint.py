@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -15,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carlreg.errors import CarlError, InputError
-from carlreg.files.atomic import write_atomically
+from carlreg.errors import CarlError, ExistsError, InputError
+from carlreg.files.atomic import only_writer, write_atomically
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
+from carlreg.training.settings import MAY_CHANGE
 
 PathLike = str | os.PathLike[str]
 
+FORMAT = "carlreg-run-1"
 STATE, LAST, BEST, LOG = "state.pt", "last.safetensors", "best.safetensors", "log.jsonl"
+CONFIG, CURVES, BOARD = "config.json", "curves.png", "tensorboard"
+FILES = (CONFIG, STATE, LAST, BEST, LOG, CURVES)
 
 
 class TrainingError(CarlError, RuntimeError):
@@ -54,6 +59,22 @@ class RunFolder:
     path: Path
     writes: bool = True
 
+    @classmethod
+    @contextmanager
+    def claim(cls, path: PathLike, *, writes: bool = True) -> Iterator[RunFolder]:
+        """Make the folder and lock it, so that no second run writes there, and remove what a killed run left behind."""
+        folder = cls(Path(path), writes)
+        if folder.path.exists() and not folder.path.is_dir():
+            raise ExistsError(f"{path} is a file; expected a folder for the run")
+        if not writes:
+            yield folder
+            return
+        busy = ExistsError(f"{path} is in use by another training run; wait for it to end, or choose another folder")
+        with only_writer(path, busy):
+            for leftover in filter(_is_leftover, folder.path.iterdir()):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield folder
+
     @property
     def model_file(self) -> Path:
         """The best model, or the last one if none was validated."""
@@ -82,7 +103,7 @@ class RunFolder:
         torch.save({**content, "refined": list(checkpoint.refined), "weights": model.state_dict()}, buffer)
         with self._writing(STATE) as path:
             write_atomically(path, buffer.getvalue())
-        if checkpoint.best is None:
+        if checkpoint.best is None and (self.path / CONFIG).exists():
             (self.path / BEST).unlink(missing_ok=True)  # of a run that this one replaces
 
     def read_checkpoint(self) -> Checkpoint | None:
@@ -105,6 +126,36 @@ class RunFolder:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             write_atomically(path, "".join(line for line in lines if _is_until(line, stage, step)).encode())
 
+    def check(self, config: Mapping[str, Any], overwrite: bool = False) -> bool:
+        """Whether the folder holds this run, which is then resumed. Raises if it holds another run, or other files."""
+        names = sorted(entry.name for entry in self.path.iterdir() if not _is_leftover(entry))
+        if not names:
+            return False
+        before = _read_json(self.path / CONFIG)
+        damaged = before is None and CONFIG in names and {*names} <= {*FILES, BOARD}
+        if not damaged and (before is None or before.get("format") != FORMAT):
+            raise ExistsError(
+                f"{self.path} holds {names[0]}, but no run of carl train; expected a new or empty folder, or that of a "
+                "run"
+            )
+        if overwrite:
+            return False
+        try:
+            refuse_other_run(self.path, _identity(before or {}), _identity(config))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{self.path / CONFIG} is damaged; choose another folder, or start again with --overwrite"
+            ) from error
+        return True
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin a new run. Models of an earlier one stay until this run has its own."""
+        for name in (STATE, LOG, CURVES):  # the state first: it must never be beside the config of another run
+            (self.path / name).unlink(missing_ok=True)
+        for events in (self.path / BOARD).glob("events.out.tfevents.*"):
+            events.unlink()
+        write_atomically(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
         """A file that cannot be written ends the run; existing files stay as they are."""
@@ -116,6 +167,27 @@ class RunFolder:
                 f"{path} cannot be written: {error.strerror or error}; training has stopped, earlier files are intact: "
                 "free some space and run the same command to resume from the last checkpoint"
             ) from error
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in a run's config that must be the same for the run to be resumed."""
+    settings = {name: value for name, value in config["settings"].items() if name not in MAY_CHANGE}
+    prepared = {name: config[name] for name in ("grid", "ct_range", "voxel")}
+    return {**settings, **prepared, "starting weights": config["start"], "set of images": config["data"]["digest"]}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A file's JSON object, or None if it has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether this was being written when a run was killed."""
+    return any(path.name.startswith(f".{name}.") for name in FILES)
 
 
 def refuse_other_run(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

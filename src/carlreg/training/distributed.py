@@ -110,6 +110,16 @@ def processes(devices: int, nodes: int) -> tuple[int, int]:
     return devices, nodes
 
 
+def ranks(devices: int, nodes: int) -> tuple[int, int, int]:
+    """This process's rank, its rank on this machine, and the number of processes, as they will be after `launch`."""
+    devices, nodes = processes(devices, nodes)
+    if devices * nodes == 1:
+        return 0, 0, 1
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    node = int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", "0"))))
+    return node * devices + local, local, devices * nodes
+
+
 def launch(device: torch.device, devices: int = 1, nodes: int = 1) -> tuple[Team, torch.device]:
     """Start the other processes, or join those that torchrun or a cluster's scheduler has started.
 

@@ -12,8 +12,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -87,38 +87,37 @@ def train(
     if not stages:
         raise InputError("there are no stages; expected at least one")
     team = Team.current()
-    folder = out if isinstance(out, RunFolder) else RunFolder(Path(out), writes=team.leads)
-    folder.path.mkdir(parents=True, exist_ok=True)
     identity = {
         "stages": [asdict(stage) for stage in stages],
         "seed": seed,
         "model": describe(model),  # now, since a model that cannot be saved should not be trained for hours first
         "freeze_batch_norm": freeze_batch_norm,
     }
-    model, at = _resume(model, folder, identity)
-    team.barrier()  # until all have read the checkpoint
-    folder.truncate_log(at.stage, at.step)
-    team.copy_from_leader([*model.parameters(), *model.buffers()])
-    run = _Run(
-        model=model,
-        draw=draw,
-        stages=stages,
-        folder=folder,
-        at=at,
-        team=team,
-        seed=seed,
-        validate=validate if team.leads else None,
-        every=_Intervals(log_every, validate_every, save_every),
-        precision=precision,
-        graphs=graphs,
-        start=time.monotonic(),
-        seconds=seconds,
-        most_skipped=most_skipped,
-        callback=callback,
-        metadata=metadata,
-        freeze_batch_norm=freeze_batch_norm,
-    )
-    return run.train()
+    with nullcontext(out) if isinstance(out, RunFolder) else RunFolder.claim(out, writes=team.leads) as folder:
+        model, at = _resume(model, folder, identity)
+        team.barrier()  # until all have read the checkpoint
+        folder.truncate_log(at.stage, at.step)
+        team.copy_from_leader([*model.parameters(), *model.buffers()])
+        run = _Run(
+            model=model,
+            draw=draw,
+            stages=stages,
+            folder=folder,
+            at=at,
+            team=team,
+            seed=seed,
+            validate=validate if team.leads else None,
+            every=_Intervals(log_every, validate_every, save_every),
+            precision=precision,
+            graphs=graphs,
+            start=time.monotonic(),
+            seconds=seconds,
+            most_skipped=most_skipped,
+            callback=callback,
+            metadata=metadata,
+            freeze_batch_norm=freeze_batch_norm,
+        )
+        return run.train()
 
 
 @dataclass(frozen=True)
@@ -193,11 +192,12 @@ class _Run:
             if run_step.is_captured:
                 batches.draw_ahead(step + 1)
             done, last = step + 1, step + 1 == stage.steps
-            if last or done % self.every.log == 0:
+            validates = self.validate is not None and (last or done % self.every.validate == 0)
+            if last or validates or done % self.every.log == 0:
                 self._log(number, done, loss, skipped, run_step)
-            if self.validate is not None and (last or done % self.every.validate == 0):
+            if validates:
                 batches.wait()  # a validation may capture graphs of its own
-                self._validate(self.validate, number, done)
+                self._validate(number, done)
             if not last and done % self.every.save == 0:
                 self._save(number, done, skipped, run_step)
         self.at = replace(self.at, stage=number + 1, step=0, skipped=skipped + int(run_step.skipped), optimizer=None)
@@ -226,9 +226,10 @@ class _Run:
                 f"last good checkpoint is in {self.folder.path}"
             )
 
-    def _validate(self, validate: Validate, stage: int, step: int) -> None:
+    def _validate(self, stage: int, step: int) -> None:
+        assert self.validate is not None
         with torch.no_grad():
-            score = float(validate(self.model.eval()))
+            score = float(self.validate(self.model.eval()))
         self._training_mode()
         self.folder.log({"stage": stage, "step": step, "validation": score})
         if math.isnan(score):

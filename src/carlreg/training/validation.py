@@ -22,21 +22,31 @@ from carlreg.training.cache import Prepared
 from carlreg.training.cohort import Cohort, DatasetError, Pair
 from carlreg.training.pairs import intensities
 
+DICE, LANDMARKS = "Dice", "landmark error, mm"
+
 
 @dataclass(frozen=True)
 class Score:
-    """What a validation found: means over the pairs."""
+    """The means of a measure and of the folds over the validation pairs."""
 
+    measure: str
     value: float
     folds: float
     """In per cent."""
 
+    @property
+    def merit(self) -> float:
+        """The value, or its negative if lower is better."""
+        return self.value if is_higher_better(self.measure) else -self.value
+
+
+def is_higher_better(measure: str) -> bool:
+    """Distances and similarity losses are better if they are lower."""
+    return measure == DICE
+
 
 class Validation:
-    """Scores a model on pairs: by Dice where both have labels, else by the distance of landmarks, else by similarity.
-
-    `measure` says which. Calling it gives a number of which more is better: distances and losses are negated.
-    """
+    """Score models on pairs: by Dice if both images have labels, else by landmarks, else by the similarity."""
 
     def __init__(
         self,
@@ -53,20 +63,16 @@ class Validation:
         pairs = cohort.some_pairs(most=10**9)
         labelled = [p for p in pairs if all(prepared[i].labels is not None for i in (p.moving, p.fixed))]
         marked = [p for p in pairs if p.fixed_landmarks is not None]
-        self.measure = "Dice" if labelled else "landmark error, mm" if marked else similarity
-        usable = Cohort(cohort.cases, tuple(labelled or marked or pairs))
-        self.pairs = usable.some_pairs(most_pairs)
-        used = self.pairs if self.measure == "landmark error, mm" else []
-        self.landmarks = {pair: self._landmarks(pair) for pair in used}
-        self.latest: Score | None = None
+        self.measure = DICE if labelled else LANDMARKS if marked else similarity
+        self.pairs = Cohort(cohort.cases, tuple(labelled or marked or pairs)).some_pairs(most_pairs)
+        self.landmarks = {pair: self._landmarks(pair) for pair in self.pairs if self.measure == LANDMARKS}
 
-    def __call__(self, model: RegistrationAlgorithm | None = None) -> float:
-        """Of a model, or of no registration at all."""
-        rows = [self._score(model, pair) for pair in self.pairs]
+    def score(self, model: RegistrationAlgorithm | None = None) -> Score:
+        """The score of a model, or of the unregistered images."""
+        rows = [self._score_pair(model, pair) for pair in self.pairs]
         values = [value for value, _ in rows if not math.isnan(value)]
         value = sum(values) / len(values) if values else math.nan
-        self.latest = Score(value, sum(folds for _, folds in rows) / len(rows))
-        return value if self.measure == "Dice" else -value
+        return Score(self.measure, value, sum(folds for _, folds in rows) / len(rows))
 
     def images(self, pair: Pair) -> tuple[Tensor, Tensor]:
         """Moving and fixed, (1, 1, *grid) each."""
@@ -74,33 +80,34 @@ class Validation:
         return moving, fixed
 
     @torch.no_grad()
-    def register(self, model: RegistrationAlgorithm | None, pair: Pair) -> Transform:
+    def transform(self, model: RegistrationAlgorithm | None, pair: Pair) -> Transform:
         if model is None:
             return Identity()
         with mixed_precision(self.device, self.precision):
             return model(*self.images(pair))
 
     @torch.no_grad()
-    def _score(self, model: RegistrationAlgorithm | None, pair: Pair) -> tuple[float, float]:
+    def _score_pair(self, model: RegistrationAlgorithm | None, pair: Pair) -> tuple[float, float]:
         moving, fixed = self.images(pair)
-        phi = self.register(model, pair)
+        phi = self.transform(model, pair)
         folds = folding(phi, fixed)
-        if self.measure == "Dice":
+        if self.measure == DICE:
             labels = [self.prepared[i].labels for i in (pair.moving, pair.fixed)]
             of_moving, of_fixed = (part[None].to(self.device).float() for part in labels if part is not None)
-            return mean_score(dice(warp(of_moving, phi, like=of_fixed, mode="nearest"), of_fixed)), folds
-        if pair in self.landmarks:
+            warped = warp(of_moving, phi, like=of_fixed, mode="nearest", outside="zeros")
+            return mean_score(dice(warped, of_fixed)), folds
+        if self.measure == LANDMARKS:
             of_moving, of_fixed = self.landmarks[pair]
             size = self.prepared[pair.moving].size
             return float(target_registration_error(phi, of_fixed, of_moving, size=size).mean()), folds
         return float(SIMILARITIES[self.similarity](warp(moving, phi, like=fixed), fixed)), folds
 
     def _landmarks(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Of the moving and the fixed image, (1, N, D) each, in unit coordinates."""
+        """The landmarks of the moving and of the fixed image, (1, N, D) each, in unit coordinates."""
         files = (pair.moving_landmarks, pair.fixed_landmarks)
         points = []
         for path, number in zip(files, (pair.moving, pair.fixed), strict=True):
-            assert path is not None  # the manifest has both or neither
+            assert path is not None  # the table has both or neither
             to_unit = np.array(self.prepared[number].world_to_unit)
             found = read_points(path, dim=len(to_unit) - 1, image=self.cases[number].image).positions
             points.append(torch.from_numpy(map_points(to_unit, found)).float()[None].to(self.device))

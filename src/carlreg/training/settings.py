@@ -1,0 +1,177 @@
+"""Everything that can be set for `carl train`. Imports neither torch nor numpy.
+
+The text beside each field is its documentation and the help of its command-line option; the last word is the panel of
+`carl train --help` that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from carlreg.errors import InputError
+from carlreg.training.stages import Stage
+
+Size = Literal["paper", "small", "tiny"]
+SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
+PrecisionName = Literal["auto", "float32", "bfloat16"]
+NETWORKS = ("carl", "carl_rot", "gradicon", "xi")
+NETWORK, SCHEDULE, AUGMENTATION = "Network", "Schedule", "Augmentation"
+VALIDATION, EXECUTION = "Validation", "Execution"
+MAY_CHANGE = ("validate_every", "save_every", "log_every")
+"""Settings that may change when a run is resumed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run learns, and how often it validates, saves and logs."""
+
+    model: Annotated[
+        str,
+        "carl, carl_rot, gradicon or xi for a new network; carl-base, carl-rot or a model file to continue from.",
+        NETWORK,
+    ] = "carl"
+    size: Annotated[Size, "Size of a new network; small is that of carl-base.", NETWORK] = "small"
+    width: Annotated[int | None, "Channels of a new network's encoder. By default those of its size.", NETWORK] = None
+    handed: Annotated[
+        int | None,
+        "Determinants in the encoder of a new carl_rot, which distinguish left from right, for example 16. The paper "
+        "has none.",
+        NETWORK,
+    ] = None
+    grid: Annotated[
+        tuple[int, ...] | None,
+        "Sides of the network's grid, for example 96 or 96,112,96. Images are stretched to it, without wide empty "
+        "margins. By default that of the trained model, otherwise the images' median shape, up to 96 in 3-D and 256 in "
+        "2-D.",
+        NETWORK,
+    ] = None
+    voxel: Annotated[
+        float | None,
+        "Resample images to cubic voxels of this many millimetres, centred on the foreground, instead of stretching "
+        "them to the grid: for rotations. By default that of the trained model, if it has one.",
+        NETWORK,
+    ] = None
+    batch: Annotated[int, "Pairs per step, over all devices.", SCHEDULE] = 4
+    diffusion_steps: Annotated[
+        int | None,
+        "Steps with the diffusion regulariser, which come first. By default 1500 for a new network, 4500 if it learns "
+        "rotations, 0 for a trained one.",
+        SCHEDULE,
+    ] = None
+    steps: Annotated[int, "Steps with GradICON.", SCHEDULE] = 50_000
+    refine_steps: Annotated[int, "Further steps with one more refinement.", SCHEDULE] = 0
+    rate: Annotated[float, "Learning rate.", SCHEDULE] = 1e-4
+    final_rate: Annotated[float | None, "Final learning rate of a half-cosine decay.", SCHEDULE] = None
+    regularity: Annotated[float, "Weight λ of the regulariser.", SCHEDULE] = 1.5
+    similarity: Annotated[SimilarityName, "Similarity of the images.", SCHEDULE] = "lncc"
+    label_weight: Annotated[
+        float, "Weight of the overlap of the training images' labels. The paper trains without labels.", SCHEDULE
+    ] = 0.0
+    freeze_batch_norm: Annotated[bool, "Keep the statistics of BatchNorm.", SCHEDULE] = False
+    seed: Annotated[int, "The same seed gives the same run.", SCHEDULE] = 0
+    affine_noise: Annotated[float, "Size of the random affine map of each image; 0 for none.", AUGMENTATION] = 0.05
+    flips: Annotated[bool, "Mirror both images of a pair alike.", AUGMENTATION] = True
+    permutations: Annotated[bool, "Permute the axes of both images alike.", AUGMENTATION] = False
+    rotate: Annotated[
+        bool | None,
+        "Rotate both images by random angles, and rotate the result back before the loss. By default only for "
+        "carl_rot, carl-rot and models trained from them.",
+        AUGMENTATION,
+    ] = None
+    validation_fraction: Annotated[
+        float | None,
+        "Share of the images that is kept for validation, 0 for none. By default 0.1 if there is no split.",
+        VALIDATION,
+    ] = None
+    validation_pairs: Annotated[int, "Maximum number of validation pairs.", VALIDATION] = 20
+    validate_every: Annotated[int, "Steps between validations.", VALIDATION] = 500
+    save_every: Annotated[int, "Steps between checkpoints.", EXECUTION] = 500
+    log_every: Annotated[int, "Steps between lines of the log.", EXECUTION] = 20
+    precision: Annotated[PrecisionName, "Precision of the network. auto: bfloat16 on GPUs that have it.", EXECUTION] = (
+        "auto"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "width", "validation_pairs", "validate_every", "save_every", "log_every"):
+            _check_least(name, getattr(self, name), 1)
+        for name in ("steps", "diffusion_steps", "refine_steps", "rate", "final_rate", "regularity", "label_weight"):
+            _check_least(name, getattr(self, name), 0)
+        _check_least("affine_noise", self.affine_noise, 0)
+        if self.handed is not None and (self.model != "carl_rot" or self.handed < 0):
+            raise InputError(
+                f"handed is {self.handed} for {self.model}; expected 0 or more, and only for a new carl_rot"
+            )
+        if self.voxel is not None and not (self.voxel > 0 and math.isfinite(self.voxel)):
+            raise InputError(f"voxel is {self.voxel}; expected a number of millimetres above 0")
+        for name, kind in (("size", Size), ("similarity", SimilarityName), ("precision", PrecisionName)):
+            if getattr(self, name) not in get_args(kind):
+                raise InputError(f"unknown {name} {getattr(self, name)!r}; expected one of {', '.join(get_args(kind))}")
+        if not self.stages():
+            raise InputError("there are no steps to train; expected some with diffusion or with GradICON")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a new network is trained."""
+        return self.model in NETWORKS
+
+    @property
+    def is_rotation_equivariant(self) -> bool:
+        """Whether the network is a CARL{ROT}, whose encoder is averaged over rotations."""
+        if self.is_new:
+            return self.model == "carl_rot"
+        from carlreg.model.encoder import Symmetrized
+        from carlreg.model.files import read_metadata
+        from carlreg.model.loaded import find_model
+
+        try:
+            return Symmetrized.__name__ in read_metadata(find_model(self.model))["architecture"]
+        except (ValueError, FileNotFoundError):
+            return False  # reported when the model is loaded
+
+    def stages(self) -> list[Stage]:
+        """The stages of the run, without those of 0 steps."""
+        rotate = self.is_rotation_equivariant if self.rotate is None else self.rotate
+        starts_rotating = rotate and self.is_new  # as the authors begin with CARL{ROT}: Ξ alone, three times as long
+        first = 4_500 if starts_rotating else 1_500 if self.is_new else 0
+        if self.diffusion_steps is not None:
+            first = self.diffusion_steps
+        common: dict[str, Any] = {
+            "learning_rate": self.rate,
+            "similarity": self.similarity,
+            "label_weight": self.label_weight,
+            "rotate": rotate,
+        }
+        later = {**common, "weight": self.regularity, "final_learning_rate": self.final_rate}
+        warm_up = 0 if self.is_new else min(100, self.steps // 10)  # Adam has no statistics of a trained network yet
+        weight = (7 if starts_rotating else 1) * self.regularity
+        stages = [
+            Stage(first, "diffusion", weight, first_step_alone=starts_rotating, **common),
+            Stage(self.steps, warm_up=warm_up, **later),
+            Stage(self.refine_steps, refine=True, **later),
+        ]
+        return [stage for stage in stages if stage.steps > 0]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where a run is executed, and for how long. Does not change what it learns."""
+
+    seconds: Annotated[float | None, "Stop after this time, with a checkpoint.", EXECUTION] = None
+    device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps.", EXECUTION] = "auto"
+    devices: Annotated[int, "GPUs (or CPU processes) per machine.", EXECUTION] = 1
+    nodes: Annotated[int, "Machines.", EXECUTION] = 1
+    cache: Annotated[Path | None, "Folder for prepared images. By default ~/.cache/carlreg on Linux.", EXECUTION] = None
+    tensorboard: Annotated[bool | None, "Log to TensorBoard. By default if it is installed.", EXECUTION] = None
+
+    def __post_init__(self) -> None:
+        _check_least("seconds", self.seconds, 0)
+        _check_least("devices", self.devices, 1)
+        _check_least("nodes", self.nodes, 1)
+
+
+def _check_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not (value >= least and math.isfinite(value)):
+        raise InputError(f"{name} is {value}; expected a number of {least} or more")
