@@ -444,4 +444,4 @@ def test_a_full_disk(scans: Path, tmp_path: Path, whole: Path, capsys: pytest.Ca
 def test_a_device_that_is_not_there(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("speaks of machines without a GPU")
-    assert "sees no CUDA GPU" in fails(command(scans / "scans.csv", tmp_path / "run", "--device", "cuda"), capsys)
+    assert "finds no CUDA GPU" in fails(command(scans / "scans.csv", tmp_path / "run", "--device", "cuda"), capsys)
