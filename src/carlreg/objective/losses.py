@@ -66,7 +66,7 @@ def local_correlation(first: Tensor, second: Tensor, sigma: float = 4.0, epsilon
     fused = fast.local_correlation(first, second, functools.partial(gaussian_blur, sigma=sigma), epsilon)
     if fused is not None:
         return fused
-    # Subtracting the mean saves digits in E[x²] − E[x]² for images far from zero, such as a CT in HU. Beyond the border,
+    # Subtracting the mean saves digits in E[x²] − E[x]² for images far from zero, such as a CT in HU. Outside an image,
     # windows contain zeros instead of means; `missing` is that fraction of a window, for an exact correction.
     inside = gaussian_blur(torch.ones_like(first[:1, :1]), sigma)
     missing = 1 - inside

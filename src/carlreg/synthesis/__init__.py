@@ -1,4 +1,4 @@
-"""Procedural anatomy: images, labels and true correspondences without any patient."""
+"""Procedural anatomy: images, labels and true correspondences without patient data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random anatomy without names, for training: pairs of images of the same shapes, differently bent, placed and seen."""
+"""Random anatomy for training: pairs of images of the same solids, deformed, placed and coloured differently."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from carlreg.synthesis.waves import Waves
 
 REGIONS, BALLS = 6, 10
 TUBES = (5, 9)
-"""Cells of the random functions that make each kind of tube: fewer cells, larger tubes further apart."""
+"""Cells of the random functions that define each kind of tube: with fewer cells, tubes are larger and further apart."""
 THICKNESS = 0.11
 MARGIN = 0.25
-"""How far the regions go on beyond the unit cube on every side."""
+"""Extent of the regions beyond the unit cube, on every side."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Images from 0 to 1 and the label maps they were coloured from, each (B, 1, *shape)."""
+    """Images from 0 to 1 and their label maps, each (B, 1, *shape)."""
 
     moving: Tensor
     fixed: Tensor
@@ -43,12 +43,12 @@ def random_anatomy(
     same_contrast: float = 0.8,
     body: tuple[float, float] = (0.4, 0.9),
 ) -> Pairs:
-    """Pairs of images of random solids, on the generator's device, always the same for the same generator.
+    """Pairs of images of random solids, on the generator's device and determined by its seed.
 
-    Both images of a pair show one random anatomy: regions, balls and tubes in a body whose half axes lie between the
-    two numbers of `body`, so that it may reach out of the image or be seen whole. Each is bent by waves with this
-    `slope`, turned and scaled by about `affine`, moved by up to `shift` of the image, coloured (alike in
-    `same_contrast` of the pairs), blurred unevenly, shaded and covered with noise.
+    Both images of a pair show one random anatomy: regions, balls and tubes in a body whose half axes are drawn from the
+    range `body`, so that it fits into the image or extends beyond it. Each image is deformed by waves of this `slope`,
+    rotated and scaled by about `affine`, shifted by up to `shift` of the image, coloured (with the same colours in a
+    fraction `same_contrast` of the pairs), blurred anisotropically, shaded, and given noise.
 
     >>> pairs = random_anatomy((96, 96, 96), batch=4, generator=torch.Generator("cuda").manual_seed(0))
     """
@@ -69,7 +69,7 @@ def random_anatomy(
 
 @dataclass(frozen=True, eq=False)
 class _Draw:
-    """Random numbers for every item of a batch."""
+    """Random numbers for each item of a batch."""
 
     batch: int
     dim: int
@@ -83,23 +83,23 @@ class _Draw:
         return torch.randn(self.batch, *shape, generator=self.generator, device=self.generator.device)
 
     def smooth(self, channels: int, cells: int) -> Tensor:
-        """Smooth random functions with so many cells along each axis, to be interpolated: (B, channels, *lattice)."""
+        """Smooth random functions with `cells` cells along each axis, to be interpolated: (B, channels, *lattice)."""
         lattice = self.normal(channels, *[cells] * self.dim)
-        for axis in range(2, lattice.dim()):  # more lattice points than cells, so that smoothing leaves no creases
+        for axis in range(2, lattice.dim()):  # more points than cells, so that smoothing leaves no creases
             lattice = lattice.repeat_interleave(3, dim=axis)
         return _blurred(lattice, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Anatomy:
-    """Random solids. Higher numbers lie on top of lower ones; 0 is air, around the body."""
+    """Random solids. Higher labels cover lower ones; 0 is the air around the body."""
 
     coarse: Tensor  # (B, REGIONS, *lattice)
     fine: Tensor
     wobble: Tensor  # (B, 1, *lattice)
     centres: Tensor  # (B, BALLS + 1, D): the last is the body
     radii: Tensor
-    tubes: tuple[Tensor, ...]  # (B, D − 1, *lattice) each: where all of them vanish is a curve
+    tubes: tuple[Tensor, ...]  # (B, D − 1, *lattice) each; their common zeros form a curve
 
     @classmethod
     def random(cls, draw: _Draw, body: tuple[float, float]) -> _Anatomy:
@@ -116,7 +116,7 @@ class _Anatomy:
         )
 
     def labels(self, points: Tensor) -> Tensor:
-        """At points (B, ..., D) of the anatomy's own unit cube and beyond: (B, ...)."""
+        """Labels at points (B, ..., D) of the anatomy's unit cube and beyond: (B, ...)."""
         at = (points + MARGIN) / (1 + 2 * MARGIN)
         labels = 1 + (interpolate(self.coarse, at) + 0.35 * interpolate(self.fine, at)).argmax(dim=1)
         reach = 1 + 0.12 * interpolate(self.wobble, at)[:, 0]
@@ -135,7 +135,7 @@ class _Anatomy:
 def _image(
     anatomy: _Anatomy, shape: tuple[int, ...], colours: Tensor, draw: _Draw, slope: float, affine: float, shift: float
 ) -> tuple[Tensor, Tensor]:
-    """One view of the anatomy, (B, 1, *shape), and its labels."""
+    """One image of the anatomy, (B, 1, *shape), and its labels."""
     batch, dim = draw.batch, draw.dim
     grid = Grid.of(shape).points(device=draw.generator.device)[None]
     waves = Waves.random(batch, dim, wavelength=(0.35, 1.4), slope=slope, generator=draw.generator)
@@ -148,7 +148,7 @@ def _image(
     def amount(most: float) -> Tensor:
         return draw.uniform(*[1] * (dim + 1), high=most)
 
-    dark = draw.uniform(1) < 0.85  # air is black in most images, as in CT and MRI
+    dark = draw.uniform(1) < 0.85  # in most images air is black, as in CT and MRI
     colours = torch.cat([torch.where(dark, 0.0, colours[:, :1]), colours[:, 1:]], dim=1)
     image = colours.gather(1, labels.flatten(1)).reshape(labels.shape)
     image = _blurred(image, torch.exp(draw.uniform(dim, low=math.log(0.4), high=math.log(1.6))))  # uneven resolution
@@ -161,7 +161,7 @@ def _image(
 
 
 def _like_points(values: Tensor, points: Tensor) -> Tensor:
-    """(B, D) in the layout of points (B, ..., D)."""
+    """Reshape (B, D) so that it broadcasts with points (B, ..., D)."""
     return values.reshape(len(values), *[1] * (points.dim() - 2), -1)
 
 
@@ -170,7 +170,7 @@ def _length(vectors: Tensor) -> Tensor:
 
 
 def _blurred(image: Tensor, width: float | Tensor) -> Tensor:
-    """Gaussian blur of this standard deviation in voxels: a number, or (B, D)."""
+    """Gaussian blur with a standard deviation in voxels: a number, or (B, D)."""
     batch, dim = len(image), image.dim() - 2
     widths = torch.as_tensor(width, device=image.device).expand(batch, dim)
     for axis in range(dim):

@@ -1,6 +1,6 @@
-"""Patients: one canonical torso seen through known smooth maps, so that the same places of any two are known exactly.
+"""Synthetic patients: one canonical torso under known smooth maps, so that correspondences are exact.
 
-World positions are millimetres in ITK's LPS frame, as everywhere.
+World positions are in millimetres, in ITK's LPS frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """One image of a patient. `affine` goes from voxel indices to world millimetres (LPS), as `images.Image` wants."""
+    """An image of a patient. `affine` maps voxel indices to world millimetres (LPS), as in `files.images.Image`."""
 
     data: npt.NDArray[np.int16]  # Hounsfield units
     labels: npt.NDArray[np.uint8]  # of LABELS
@@ -35,7 +35,7 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Patient:
-    """Somebody: where everything is in them, and what it looks like. Made by `patient`.
+    """The shape and the appearance of one patient. Use `patient` to make one.
 
     >>> scan = patient(1).scan((128, 128, 96), spacing=3.0)
     """
@@ -45,28 +45,28 @@ class Patient:
     waves: tuple[Waves, ...]  # the last acts first
     phase: Phase
     texture: int
-    """Seed of what has no counterpart in others: grain of organs, small vessels, bowel."""
+    """Seed for what has no counterpart in other patients: grain of organs, small vessels, bowel."""
     level: float | None = None
-    """Of a 2-D patient: the canonical z of the slice."""
+    """The canonical z of a 2-D patient's slice."""
 
     @property
     def dim(self) -> int:
         return len(self.shift)
 
     def moved(self, by: Sequence[float]) -> Patient:
-        """The same patient lying elsewhere: everything in them is `by` mm further along each world axis."""
+        """The same patient shifted by so many millimetres along each world axis."""
         offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
         if offset.shape != self.shift.shape:
             raise InputError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
         return dataclasses.replace(self, shift=self.shift - self.linear @ offset)
 
     def to_canonical(self, points: npt.ArrayLike) -> Array:
-        """World points (..., D) of this patient to those of the canonical anatomy."""
+        """Map world points (..., D) of this patient to the canonical anatomy."""
         tensor, shape = self._tensor(points)
         return np.asarray(self._to_canonical(tensor).numpy().reshape(shape))
 
     def from_canonical(self, points: npt.ArrayLike) -> Array:
-        """Canonical points (..., D) to world points of this patient: the inverse, to less than 1e-6 mm."""
+        """Map canonical points (..., D) to world points of this patient: the inverse, to less than 1e-6 mm."""
         tensor, shape = self._tensor(points)
         for waves in self.waves:
             tensor = waves.inverse(tensor)
@@ -94,10 +94,10 @@ class Patient:
         noise: float = 12.0,
         seed: int = 0,
     ) -> Scan:
-        """An image of so many voxels, so many mm apart, about a world point: by default the middle of the abdomen.
+        """An image of this shape and spacing (mm), centred on a world point: by default the middle of the abdomen.
 
-        `noise` is its standard deviation in HU, drawn from `seed`. The same world point has the same value in every
-        scan with this spacing, apart from noise.
+        `noise` is a standard deviation in HU, drawn from `seed`. Apart from noise, a world point has the same value in
+        every scan of the same spacing.
         """
         if len(shape) != self.dim:
             raise InputError(f"shape is {tuple(shape)}; expected {self.dim} sides for this patient")
@@ -124,7 +124,7 @@ class Patient:
         values = canvas.values()[window]
         if noise > 0:
             grain = torch.randn(1, 1, *shape, generator=torch.Generator().manual_seed(seed))
-            grain = along_axes(grain, _smooth_rows)  # a scanner's noise is not independent from voxel to voxel
+            grain = along_axes(grain, _smooth_rows)  # a scanner's noise is correlated between voxels
             values = values + noise * (grain / grain.std())[0, 0]
         data = values.round().clamp(-1024, 3071).to(torch.int16).numpy()
         return Scan(data, canvas.labels()[window].numpy().copy(), affine)
@@ -133,9 +133,9 @@ class Patient:
 def patient(
     seed: int, *, dim: int = 3, variation: float = 1.0, phase: Phase | None = None, level: float = 15.0
 ) -> Patient:
-    """A random patient: `variation` 0 is the canonical anatomy, 1 the usual differences in size, posture and shape.
+    """A random patient. `variation` 0 is the canonical anatomy, 1 the usual variation of size, posture and shape.
 
-    In 2-D it is the axial slice of the torso at canonical z = `level`, with a map of its plane.
+    A 2-D patient is the axial slice of the torso at canonical z = `level`, with a map of its plane.
     """
     if dim not in (2, 3):
         raise InputError(f"dim is {dim}; expected 2 or 3")
@@ -169,12 +169,12 @@ def patient(
 
 
 def correspondence(first: Patient, second: Patient) -> Callable[[npt.ArrayLike], Array]:
-    """The map that takes world points (..., D) of one patient to the same places in the other.
+    """The map from world points (..., D) of the first patient to the corresponding points of the second.
 
-    >>> there = correspondence(patient(1), patient(2))(landmarks)
+    >>> landmarks_of_second = correspondence(patient(1), patient(2))(landmarks)
     """
     if first.level != second.level:
-        raise InputError("one patient is another slice of the torso than the other; expected the same level")
+        raise InputError(f"the patients are slices at levels {first.level} and {second.level}; expected the same level")
     return lambda points: second.from_canonical(first.to_canonical(points))
 
 

@@ -1,6 +1,6 @@
-"""Solids described by their distance, and a canvas that paints them with soft edges.
+"""Solids defined by signed distances, and a canvas that paints them with soft edges.
 
-Points are (3, ...) here, in millimetres: coordinates apart from one another are quicker to work on.
+Points are (3, ...) here, in millimetres: arithmetic on separate coordinates is faster.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from carlreg.errors import InputError
 from carlreg.geometry.grids import interpolate
 
 Distance = Callable[[Tensor], Tensor]
-"""Points (3, ...) to how far outside they are, (...): negative inside, in mm, and right near the surface."""
+"""From points (3, ...) to signed distances in mm, (...): negative inside, accurate near the surface."""
 Material = float | Callable[[Tensor, Tensor], Tensor]
-"""Hounsfield units: a number, or a function of points (3, ...) and their distance (...)."""
+"""Hounsfield units: a number, or a function of points (3, ...) and their distances (...)."""
 Vector = tuple[float, float, float]
 BLOCK = 8
 REACH = 8.0
-"""How far around a solid's box it may still be seen, in mm."""
+"""Margin around a solid's box in which it may still affect voxels, in mm."""
 EVERYWHERE: Vector = (math.inf, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A solid and a box around it."""
+    """A solid and its bounding box."""
 
     distance: Distance
     low: Vector = (-math.inf, -math.inf, -math.inf)
@@ -38,25 +38,25 @@ class Shape:
         return self.distance(points)
 
     def grown(self, by: float) -> Shape:
-        """The same with its surface moved outwards by so many mm."""
+        """The same with its surface moved outwards, in mm."""
         low, high = (tuple(v + sign * by for v in box) for sign, box in ((-1, self.low), (1, self.high)))
         return Shape(lambda p: self.distance(p) - by, low, high)  # type: ignore[arg-type]
 
     def rough(self, noise: Distance, height: float) -> Shape:
-        """The same with hills and hollows of this height."""
+        """The same with an uneven surface of this height."""
         return Shape(lambda p: self.distance(p) - height * noise(p), self.low, self.high)
 
     def within(self, *others: Distance, blend: float = 0.0) -> Shape:
-        """What of it lies in the others too; edges rounded over `blend` mm."""
+        """The intersection with the others, with edges rounded over `blend` mm."""
         return Shape(lambda p: _largest([self.distance(p), *(o(p) for o in others)], blend), self.low, self.high)
 
     def without(self, *others: Distance, blend: float = 0.0) -> Shape:
-        """What of it lies in none of the others."""
+        """The difference from the others, with edges rounded over `blend` mm."""
         return Shape(lambda p: _largest([self.distance(p), *(-o(p) for o in others)], blend), self.low, self.high)
 
 
 def union(*shapes: Shape, blend: float = 0.0) -> Shape:
-    """All of them as one solid; notches filled over `blend` mm."""
+    """The union of solids, with notches filled over `blend` mm."""
     low, high = (
         tuple(choose(box) for box in zip(*boxes, strict=True))
         for choose, boxes in ((min, [s.low for s in shapes]), (max, [s.high for s in shapes]))
@@ -65,7 +65,7 @@ def union(*shapes: Shape, blend: float = 0.0) -> Shape:
 
 
 def ellipsoid(centre: Vector, radii: Vector, *, power: float = 2.0, turn: float = 0.0, tilt: float = 0.0) -> Shape:
-    """Of these half axes; a higher power is more like a box. Turned about z, then tilted about y, in degrees."""
+    """An ellipsoid with these half axes, turned about z and tilted about y in degrees; a higher power is more boxy."""
     cos, sin = math.cos(math.radians(turn)), math.sin(math.radians(turn))
     ct, st = math.cos(math.radians(tilt)), math.sin(math.radians(tilt))
 
@@ -81,7 +81,7 @@ def ellipsoid(centre: Vector, radii: Vector, *, power: float = 2.0, turn: float 
 
 
 def section(coordinates: Sequence[Tensor], radii: Sequence[float | Tensor], power: float = 2.0) -> Tensor:
-    """Distance to Σ |x_i / r_i|^p = 1, to first order: (‖x‖ − 1) / |∇‖x‖|."""
+    """First-order distance to Σ |x_i / r_i|^p = 1: (‖x‖ − 1) / |∇‖x‖|."""
     ratios = [(x / r).abs() for x, r in zip(coordinates, radii, strict=True)]
     powers = ratios if power == 2 else [q ** (power - 1) for q in ratios]
     total, slope = torch.full_like(ratios[0], 1e-9), torch.zeros_like(ratios[0])
@@ -93,7 +93,7 @@ def section(coordinates: Sequence[Tensor], radii: Sequence[float | Tensor], powe
 
 
 def tube(*path: tuple[float, float, float, float]) -> Shape:
-    """Along x, y, z with radius r between the nodes of a path, round at its ends."""
+    """A tube along a path of nodes (x, y, z, radius), round at its ends."""
     nodes = torch.tensor(path)
 
     def distance(points: Tensor) -> Tensor:
@@ -128,14 +128,14 @@ def _largest(values: Sequence[Tensor], blend: float) -> Tensor:
 
 
 class Noise:
-    """A smooth random function of space with mean 0 and variance about 1, the same at the same points for ever."""
+    """A smooth random function of space with mean 0 and variance about 1, determined by its seed."""
 
     SIDE = 64
 
     def __init__(self, scale: float, seed: int) -> None:
-        """`scale`: millimetres from a hill to the next hollow, roughly."""
+        """`scale`: approximate distance between a maximum and the next minimum, in mm."""
         lattice = torch.randn(1, 1, *[self.SIDE] * 3, generator=torch.Generator().manual_seed(seed))
-        for axis in (2, 3, 4) * 3:  # smooth, and periodic as the lattice is used again and again
+        for axis in (2, 3, 4) * 3:  # smooth, and periodic because the lattice repeats
             lattice = lattice + 0.5 * (lattice.roll(1, axis) + lattice.roll(-1, axis))
         lattice = lattice / lattice.std()
         for axis in (2, 3, 4):
@@ -148,13 +148,13 @@ class Noise:
 
 
 class Canvas:
-    """Values and labels at points (3, *shape), painted over one solid after the other.
+    """Values and labels at points (3, *shape); each solid is painted over those before it.
 
-    The points are kept in blocks of neighbours, so that a solid is worked out only near where it is.
+    Points are stored in blocks of neighbours, so that a solid is evaluated only in blocks near it.
     """
 
     def __init__(self, points: Tensor, softness: float, background: float) -> None:
-        """`softness`: the width of a voxel in mm, over which edges are averaged."""
+        """`softness`: width in mm over which edges are averaged, usually that of a voxel."""
         self.softness, self._shape = softness, points.shape[1:]
         grids = [n // BLOCK for n in self._shape]
         if any(n % BLOCK for n in self._shape):
@@ -169,7 +169,7 @@ class Canvas:
         self._labels = torch.zeros(self._points.shape[1:], dtype=torch.uint8)
 
     def paint(self, shape: Shape, material: Material, label: int = 0) -> None:
-        """Cover what lies in the solid; voxels that it fills by half or more get its label."""
+        """Paint a solid; voxels that it fills by half or more get its label."""
         low, high = (torch.tensor(box)[:, None] for box in (shape.low, shape.high))
         near = ((self._high >= low - REACH) & (self._low <= high + REACH)).all(dim=0).nonzero()[:, 0]
         points = self._points[:, near]
@@ -183,7 +183,7 @@ class Canvas:
         self._labels[near] = torch.where(cover >= 0.5, label, self._labels[near]).to(torch.uint8)
 
     def inside(self, distance: Tensor) -> Tensor:
-        """How much of a voxel lies inside, 0 to 1, if its centre has this distance."""
+        """The fraction of a voxel inside, 0 to 1, from the distance of its centre."""
         return (0.5 - distance / self.softness).clamp(0, 1)
 
     def values(self) -> Tensor:

@@ -1,6 +1,7 @@
-"""A torso drawn by formulas, as computed tomography would show it.
+"""A torso drawn by formulas, as a CT scan would show it.
 
-In canonical millimetres: x to the left, y to the back, z to the head, with z = 0 at the first lumbar vertebra.
+Canonical coordinates are in millimetres: x to the left, y to the back, z to the head, with z = 0 at the first lumbar
+vertebra.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LABELS = {
     "heart": 14,
     "colon": 15,
 }
-"""What a scan's label map calls them; 0 is everything else."""
+"""Labels in a scan's label map; 0 is everything else."""
 
 HOUNSFIELD: dict[str, tuple[float, float, float]] = {
     "liver": (56, 76, 112),
@@ -52,7 +53,7 @@ HOUNSFIELD: dict[str, tuple[float, float, float]] = {
     "myocardium": (45, 90, 100),
     "bowel wall": (38, 75, 80),
 }
-"""Of soft tissue, without contrast agent, in the arterial and in the portal venous phase."""
+"""Hounsfield units of soft tissue: without contrast agent, in the arterial and in the portal venous phase."""
 AIR, FAT, WATER = -1000.0, -102.0, 8.0
 SPACING_OF_VERTEBRAE = 29.0
 
@@ -74,19 +75,19 @@ def _of_body(distance: Distance) -> Shape:
 
 
 def _fat(points: Tensor) -> Tensor:
-    """How thick the fat under the skin is."""
+    """Thickness of the fat under the skin."""
     _, y, z = points
     belly = torch.sigmoid((60 - z) / 25)
     return 7 + belly * (6 + 6 * torch.sigmoid((-y - 40) / 15) + 6 * torch.sigmoid((y - 50) / 12))
 
 
 def _muscle(points: Tensor) -> Tensor:
-    """Distance to the outer side of the body wall's muscles."""
+    """Distance to the outer surface of the body wall's muscles."""
     return _body(points) + 2 + _fat(points)
 
 
 def _cavity(points: Tensor) -> Tensor:
-    """Distance to the inner side of the body wall."""
+    """Distance to the inner surface of the body wall."""
     x, y, z = points
     chest = torch.sigmoid((z - 40) / 20)
     back = 24 * torch.exp(-((x / 62) ** 4)) * torch.sigmoid((y - 30) / 10)
@@ -94,7 +95,7 @@ def _cavity(points: Tensor) -> Tensor:
 
 
 def _diaphragm(points: Tensor) -> Tensor:
-    """How far above the diaphragm."""
+    """Distance above the diaphragm."""
     x, y, z = points
 
     def dome(cx: float, cy: float, top: float, wx: float, wy: float) -> Tensor:
@@ -110,7 +111,7 @@ def _spine_depth(z: Tensor) -> Tensor:
 
 
 def _from_vertebra(z: Tensor) -> Tensor:
-    """Height above the middle of the nearest vertebra."""
+    """Height above the centre of the nearest vertebra."""
     return z - SPACING_OF_VERTEBRAE * (z / SPACING_OF_VERTEBRAE).round()
 
 
@@ -140,8 +141,8 @@ def _discs(points: Tensor) -> Tensor:
 
 
 def _rib_coordinates(points: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Height above the nearest rib's axis, its number (0 is the lowest), angle from the back, and how far outside of
-    the middle of the chest wall."""
+    """Height above the nearest rib's axis, the rib's number (0 is the lowest), angle from the back, and distance
+    outside the middle of the chest wall."""
     x, y, z = points
     angle = torch.atan2(x.abs(), y - 10)
     fall = 46 * (1 - torch.cos(angle.clamp(max=2.15))) - 62 * (angle - 2.15).clamp(min=0)
@@ -152,7 +153,7 @@ def _rib_coordinates(points: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _ribs(points: Tensor) -> Tensor:
     height, number, angle, out = _rib_coordinates(points)
-    # Near the spine the body wall is thick, and ribs lead inwards to their vertebra.
+    # Near the spine the body wall is thick, and ribs run inwards to their vertebra.
     x, y, z = points
     head = torch.sigmoid((34 - x.abs()) / 3)
     out = out * (1 - head) + head * ((y - _spine_depth(z) - 16) * 0.9)
@@ -188,7 +189,7 @@ def _ilium(points: Tensor) -> Tensor:
 
 
 def draw(canvas: Canvas, phase: Phase, texture: int) -> None:
-    """Paint the canonical torso. `texture` is the seed of what differs at random: grain, small vessels, bowel."""
+    """Paint the canonical torso. `texture` is the seed for grain, small vessels and bowel."""
     painter = _Painter(canvas, phase, texture)
     painter.wall()
     painter.chest()
@@ -199,7 +200,7 @@ def draw(canvas: Canvas, phase: Phase, texture: int) -> None:
     painter.stomach()
     painter.pancreas()
     painter.vessels()
-    painter.bones()  # last: nothing covers them
+    painter.bones()  # last, so that nothing covers them
 
 
 @functools.cache
@@ -208,12 +209,12 @@ def _relief() -> Noise:
 
 
 def _knobbly(points: Tensor) -> Tensor:
-    """Uneven surfaces of organs: part of the anatomy, the same in everybody."""
+    """Unevenness of organ surfaces: part of the anatomy, the same in all patients."""
     return _relief()(points)
 
 
 def _room(points: Tensor) -> Tensor:
-    """Distance to the space for organs inside the body wall."""
+    """Distance to the space for organs within the body wall."""
     return _cavity(points) + 3
 
 
@@ -225,7 +226,7 @@ def _kidney(side: int) -> Shape:
 
 
 def _kidney_centre(side: int) -> Vector:
-    """The right one (−1) is lower."""
+    """Centre of the right (−1) or the left (1) kidney; the right one is lower."""
     return (-64, 34, -14) if side < 0 else (64, 36, 2)
 
 
@@ -239,14 +240,14 @@ class _Painter:
     # -- materials
 
     def filled(self, wall: Tensor | float, filling: Tensor | float, depth: Tensor) -> Tensor:
-        """A wall and what is inside it: `depth` is the distance to the inner side."""
+        """A wall and its filling; `depth` is the distance to the inner surface."""
         return wall + (filling - wall) * self.canvas.inside(depth)
 
     def soft(self, name: str, fine: float = 3.0, coarse: float = 0.0) -> Material:
         return lambda p, _: self.tissue[name] + fine * self.fine(p) + (coarse * self.coarse(p) if coarse else 0.0)
 
     def bone(self, marrow: float, cortex: float, thickness: float) -> Material:
-        """A dense shell about spongy bone."""
+        """Spongy bone in a dense shell."""
 
         def material(p: Tensor, d: Tensor) -> Tensor:
             sponge = marrow * (1 + 0.22 * self.fine(p) + 0.1 * self.coarse(p))
@@ -255,14 +256,14 @@ class _Painter:
         return material
 
     def muscle(self, p: Tensor, d: Tensor) -> Tensor:
-        """In layers, and marbled with fat."""
+        """Muscle in layers, marbled with fat."""
         flesh = self.tissue["muscle"] + 4 * self.fine(p)
         marbling = torch.sigmoid((self.coarse(p) + 0.7 * self.broad(p) - 1.75) * 6)
         fat = marbling + 0.5 * self.canvas.inside((d + 6).abs() - 0.4)
         return flesh + (FAT - flesh) * (0.6 * fat).clamp(max=0.6)
 
     def curves(self, radius: Tensor | float, first: Tensor, second: Tensor, sharpness: float = 25.0) -> Tensor:
-        """1 in small vessels, 0 elsewhere: where two random functions both vanish is a curve."""
+        """1 in small vessels, 0 elsewhere: the common zeros of two random functions form curves."""
         return torch.sigmoid((radius - (first.square() + second.square()).sqrt()) * sharpness)
 
     # -- parts
@@ -342,7 +343,7 @@ class _Painter:
 
             return material
 
-        # Loops of small bowel: the cells of a random packing, each with a wall.
+        # Loops of small bowel are cells of a random packing, each with a wall.
         region = ellipsoid((0, -34, -118), (96, 42, 72), power=3.0).within(_room)
         low, high = torch.tensor([-92.0, -70.0, -185.0]), torch.tensor([92.0, 8.0, -52.0])
         generator = torch.Generator().manual_seed(self.texture)
@@ -426,7 +427,7 @@ class _Painter:
         spleen = ellipsoid((102, 24, 44), (40, 54, 54), power=2.2, turn=25)
         spleen = spleen.within(lambda p: _diaphragm(p) + 4, _room, blend=6)
         spleen = spleen.without(hilum, _kidney(1).grown(6), blend=10).rough(_knobbly, 1.5)
-        mottle = 26.0 if self.phase == "arterial" else 3.0  # it takes contrast agent up unevenly at first
+        mottle = 26.0 if self.phase == "arterial" else 3.0  # contrast agent is taken up unevenly at first
         self.canvas.paint(spleen, self.soft("spleen", 3, mottle), LABELS["spleen"])
 
     def kidneys(self) -> None:
@@ -435,7 +436,7 @@ class _Painter:
             kidney = _kidney(side)
 
             def flesh(p: Tensor, d: Tensor, x: float = x, z: float = z, side: int = side) -> Tensor:
-                # Pyramids: medulla below the cortex, divided by columns of cortex that run towards the middle.
+                # Pyramids of medulla below the cortex, divided by columns of cortex.
                 around = torch.atan2(p[2] - z, (p[0] - x) * side + 8)
                 medulla = 0.9 * self.canvas.inside(d + 6 + 3 * torch.cos(7 * around))
                 cortex = self.tissue["kidney cortex"] + 4 * self.fine(p)
@@ -469,7 +470,7 @@ class _Painter:
         def contents(p: Tensor, d: Tensor) -> Tensor:
             grain = self.fine(p)
             food = 22 + 14 * grain
-            filling = food + (-970 - food) * self.canvas.inside(p[1] + 36)  # lying on the back, air is in front
+            filling = food + (-970 - food) * self.canvas.inside(p[1] + 36)  # the patient is supine, so air is in front
             return self.filled(self.tissue["stomach wall"] + 3 * grain, filling, d + 4.5 + 1.2 * grain)
 
         self.canvas.paint(bag, contents, LABELS["stomach"])

@@ -1,4 +1,4 @@
-"""Smooth maps that are one to one by construction: the identity and a sum of plane waves."""
+"""Smooth maps that are diffeomorphisms by construction: the identity plus a sum of plane waves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from carlreg.errors import InputError
 class Waves:
     """x ↦ x + u(x), u(x) = Σ_k a_k sin(ω_k·x + p_k), one map per item of a batch.
 
-    |∇u| ≤ Σ_k |a_k| |ω_k|. Where that is below 1 the map is a diffeomorphism of the whole space: x ↦ y − u(x) is a
-    contraction, so that it has exactly one fixed point, and the determinant cannot change its sign.
+    |∇u| ≤ Σ_k |a_k| |ω_k|. If that is below 1, the map is a diffeomorphism of the whole space: x ↦ y − u(x) is a
+    contraction, so it has exactly one fixed point, and the determinant cannot change its sign.
     """
 
     amplitude: Tensor  # (B, K, D), in the unit of the points
@@ -34,12 +34,12 @@ class Waves:
         count: int = 12,
         dtype: torch.dtype = torch.float32,
     ) -> Waves:
-        """Waves of lengths in this range, in all directions, whose bound Σ|a||ω| is `slope`: a number, or (B,).
+        """Waves in random directions, with lengths in this range and the bound Σ|a||ω| = `slope`, a number or (B,).
 
-        Long waves are high and short ones low, by the square of their length. On the generator's device.
+        Amplitudes are proportional to the square of the wavelength. Tensors are on the generator's device.
         """
         if not bool((torch.as_tensor(slope) < 1).all()):
-            raise InputError(f"slope is {slope}; expected less than 1, beyond which waves may fold")
+            raise InputError(f"slope is {slope}; expected less than 1, else the map may fold")
         device = generator.device
         length = torch.rand(batch, count, 1, generator=generator, dtype=dtype, device=device)
         length = wavelength[0] * (wavelength[1] / wavelength[0]) ** length
@@ -58,7 +58,7 @@ class Waves:
         """u at points (B, ..., D)."""
         flat = points.reshape(len(points), -1, points.shape[-1])
         total = torch.zeros_like(flat)
-        # One wave at a time: all at once would take K times the memory.
+        # One wave at a time: all at once would need K times the memory.
         amplitude, frequency, phase = (part.to(points) for part in (self.amplitude, self.frequency, self.phase))
         for k in range(phase.shape[1]):
             angle = flat @ frequency[:, k, :, None] + phase[:, k, None, None]
@@ -66,14 +66,14 @@ class Waves:
         return total.reshape(points.shape)
 
     def inverse(self, points: Tensor, tolerance: float = 1e-9) -> Tensor:
-        """The points (B, ..., D) that the map takes to these, to this tolerance if their precision allows."""
-        found, last = points, torch.inf
+        """The points (B, ..., D) that the map takes to these, to this tolerance if their dtype allows."""
+        solution, last_change = points, torch.inf
         while True:
-            moved = points - self.displacement(found)
-            change = float((moved - found).abs().max()) if points.numel() else 0.0
-            if change <= tolerance or change >= last:  # no longer shrinking: the last digits are reached
-                return moved
-            found, last = moved, change
+            update = points - self.displacement(solution)
+            change = float((update - solution).abs().max()) if points.numel() else 0.0
+            if change <= tolerance or change >= last_change:  # no longer shrinking: the dtype's precision is reached
+                return update
+            solution, last_change = update, change
 
 
 def _directions(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
