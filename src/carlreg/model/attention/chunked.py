@@ -1,7 +1,7 @@
-"""Coordinate attention block by block: plain PyTorch, any device, memory linear in the number of voxels.
+"""Coordinate attention in blocks: plain PyTorch, any device, memory linear in the number of voxels.
 
-Blocks of logits are small enough to stay in the processor's cache. A running maximum keeps exp in range whatever the
-features are. The backward pass computes each block again instead of keeping it: with w = softmax(Q Kᵀ) and y = w·V, the
+Blocks of logits are small enough to stay in the processor's cache. A running maximum keeps exp in range for any
+features. The backward pass recomputes each block instead of storing it: with w = softmax(Q Kᵀ) and y = w·V, the
 gradient of the logits is w · (g·V − g·y), where g is the gradient of y.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 1024
-"""Queries, and keys, in a block: 4 MiB of logits in float32."""
+"""Number of queries and of keys in a block: 4 MiB of logits in float32."""
 
 
 def chunked_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
         points = points.expand(keys.shape[0], -1, -1)
-        # A column of ones beside the positions sums up the weights.
+        # A column of ones beside the positions gives the sum of the weights.
         values = F.pad(points, (0, 1), value=1.0)
         output = queries.new_empty(*queries.shape[:2], points.shape[2])
         log_norm = queries.new_empty(*queries.shape[:2], 1)
