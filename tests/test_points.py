@@ -99,7 +99,7 @@ def test_bad_files(tmp_path: Path, name: str, text: str, message: str) -> None:
 def test_nothing_is_overwritten_and_the_format_stays(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1,2,3\n")
     points = read_points(tmp_path / "a.csv")
-    with pytest.raises(PointsError, match="already exists"):
+    with pytest.raises(FileExistsError, match="exists already"):
         write_points(points, points.positions, tmp_path / "a.csv")
     with pytest.raises(PointsError, match=r"should end in \.csv"):
         write_points(points, points.positions, tmp_path / "b.fcsv")

@@ -1,51 +1,36 @@
-"""`carl warp-points`: landmarks through a registration, in the direction that they need."""
+"""`carl warp-points`: map landmarks from one image to the other."""
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from carlreg.cli._shared import (
-    Overwrite,
-    Quiet,
-    Side,
-    Transforms,
-    Verbose,
-    check_new,
-    read_transform,
-    say,
-    set_loudness,
-)
-
-
-class Space(str, Enum):
-    """The axes of the positions in a CSV file."""
-
-    LPS = "LPS"
-    RAS = "RAS"
+from carlreg.cli._shared import Overwrite, Quiet, Side, Transforms, Verbose, check_new, read_transform, say
+from carlreg.errors import InputError
 
 
 def warp_points(
-    points: Annotated[Path, typer.Option("--points", "-p", help="A .csv, or Slicer's .fcsv or .mrk.json.")],
+    points: Annotated[
+        Path, typer.Option("--points", "-p", help="A text file (.csv, .tsv, .txt), or Slicer's .fcsv or .mrk.json.")
+    ],
     transform: Transforms,
     side: Annotated[Side, typer.Option("--from", help="The image that the points belong to.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write, in the same format.")],
     space: Annotated[
-        Space, typer.Option(help="Of a CSV file, which does not say: LPS as in ITK and ANTs, or RAS as in NIfTI.")
-    ] = Space.LPS,
+        Literal["LPS", "RAS"],
+        typer.Option(help="The meaning of columns x, y, z: LPS as in ITK and ANTs, or RAS as in NIfTI."),
+    ] = "LPS",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find points of one image in the other, in world millimetres.
+    """Map points of one image to the other, in world millimetres.
 
     Points of the fixed image go through the transform, points of the moving image through its inverse, which is
-    solved for at each point.
+    computed at each point. Everything else in the file is kept.
     """
-    set_loudness(quiet, verbose)
     check_new(out, overwrite)
     import numpy as np
 
@@ -53,25 +38,20 @@ def warp_points(
     from carlreg.files.landmarks import read_points, write_points
     from carlreg.files.world_transform import WorldTransform
 
-    given = read_points(points, space=space.value)
-    backwards = side == "moving"
-    found = read_transform(transform)
-    dim = given.positions.shape[1]
-    if found.dim != dim:
-        raise ValueError(f"{points} holds {dim}-D points but the transform is {found.dim}-D; expected the same")
-    if not backwards:
-        moved = found(given.positions)
-    elif isinstance(found, WorldTransform):
-        moved, missed = world_transform.invert_points(found, given.positions)
-        doubtful = int((~(missed < 0.1)).sum())
+    source = read_points(points, space=space)
+    mapping = read_transform(transform)
+    dim = source.positions.shape[1]
+    if mapping.dim != dim:
+        raise InputError(f"{points} holds {dim}-D points but the transform is {mapping.dim}-D; expected the same")
+    if side == "fixed":
+        moved = mapping(source.positions)
+    elif isinstance(mapping, WorldTransform):
+        moved, residual = world_transform.invert_points(mapping, source.positions)
+        doubtful = int((~(residual < 0.1)).sum())
         if doubtful:
-            say(
-                f"{doubtful} of {len(moved)} points lie outside of the fixed image, or where the transform folds", quiet
-            )
+            say(f"{doubtful} of {len(moved)} points lie outside the fixed image, or where the transform folds", quiet)
     else:
-        raise ValueError(
-            f"{transform[0]} has no inverse that can be computed; give the transform of the other direction"
-        )
+        raise InputError(f"{transform[0]} cannot be inverted; give the transform of the other direction, --from fixed")
     if not np.isfinite(moved).all():
-        raise ValueError(f"{transform[0]} sends points of {points} to infinity")
-    write_points(given, moved, out, overwrite=overwrite)
+        raise InputError(f"{transform[0]} maps points of {points} to infinity; expected a transform of these images")
+    write_points(source, moved, out, overwrite=overwrite)

@@ -103,9 +103,7 @@ def write_points(points: Points, positions: Matrix, path: PathLike, *, overwrite
     name = Path(path)
     if not name.name.lower().endswith(points.ending):
         raise PointsError(f"{path} should end in {points.ending}, like the file that the points came from")
-    if name.exists() and not overwrite:
-        raise PointsError(f"{path} already exists; choose another name, or allow overwriting")
-    write_atomically(name, points.replaced(positions))
+    write_atomically(name, points.replaced(positions), overwrite=overwrite)
 
 
 def _sign(space: str, dim: int) -> Matrix:
