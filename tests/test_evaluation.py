@@ -18,7 +18,7 @@ from carlreg import gradicon, register, save
 from carlreg.cli import main
 from carlreg.evaluation.api import Evaluation, evaluate
 from carlreg.evaluation.scores import Scores, score
-from carlreg.evaluation.sources import identity, in_folder, listed
+from carlreg.evaluation.sources import Result, identity, in_folder, listed
 from carlreg.evaluation.statistics import sign_flip_test
 from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points, write
@@ -403,3 +403,13 @@ def test_comparisons_use_pairs_that_both_methods_have() -> None:
     assert found.pairs == 2
     assert found.mean_difference == pytest.approx(0.25)
     assert found.won == 2
+
+
+def test_a_bug_keeps_its_traceback(folder: Path) -> None:
+    """An error of ours is not a failure of the pair."""
+
+    def broken(*_: object) -> Result:
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError, match="a bug"):
+        evaluate(read_pairs(folder / "pairs.csv"), {"broken": broken})

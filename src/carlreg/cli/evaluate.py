@@ -11,6 +11,7 @@ import typer
 
 from carlreg.cli._shared import Overwrite, Quiet, Verbose, say
 from carlreg.errors import InputError
+from carlreg.files.atomic import refuse_result
 
 if TYPE_CHECKING:
     from carlreg.evaluation.api import Evaluation
@@ -81,7 +82,7 @@ def evaluate(
     from carlreg.evaluation import api, sources
 
     if out is not None:
-        api.check_outputs(out, overwrite=overwrite)
+        refuse_result(out, api.SCORES, overwrite)
     source, listed = _pairs(pairs, dataset, data)
     if preparation == "model":
         source = replace(source, prepare=None)

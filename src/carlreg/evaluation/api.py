@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carlreg.errors import OutputError
 from carlreg.evaluation.figures import box_plot
 from carlreg.evaluation.scores import FIGURES, Scores, score
 from carlreg.evaluation.sources import Method, image_files
 from carlreg.evaluation.statistics import Comparison, compare, mean, or_none
-from carlreg.files.atomic import write_atomically
+from carlreg.files.atomic import write_together
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair
 from carlreg.paper_data.dataset import PLAIN, Dataset
 
-OUTPUTS = ("scores.json", "scores.csv", "dice.png")
+SCORES = "scores.json"
+OUTPUTS = (SCORES, "scores.csv", "dice.png")
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,13 @@ class Evaluation:
 
     def write(self, folder: PathLike, *, overwrite: bool = False) -> Path:
         """Write `scores.csv`, `scores.json` and, with labels and if matplotlib is installed, `dice.png`."""
-        target = check_outputs(folder, overwrite=overwrite)
-        target.mkdir(parents=True, exist_ok=True)
-        write_atomically(target / "scores.csv", self.to_csv().encode())
-        write_atomically(target / "scores.json", (json.dumps(self.as_dict(), indent=2) + "\n").encode())
-        (target / "dice.png").unlink(missing_ok=True)
-        if self.labels:
-            with contextlib.suppress(ImportError):
-                write_atomically(target / "dice.png", box_plot(self))
-        return target
-
-
-def check_outputs(folder: PathLike, *, overwrite: bool = False) -> Path:
-    """Refuse a folder that holds scores already, unless they may be overwritten."""
-    target = Path(folder)
-    taken = [name for name in OUTPUTS if (target / name).exists()]
-    if taken and not overwrite:
-        raise OutputError(f"{target} already holds {taken[0]}; choose another folder, or use --overwrite")
-    return target
+        with write_together(folder, OUTPUTS, last=SCORES, overwrite=overwrite) as staging:
+            (staging / "scores.csv").write_text(self.to_csv(), encoding="utf-8")
+            (staging / SCORES).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+            if self.labels:
+                with contextlib.suppress(ImportError):
+                    (staging / "dice.png").write_bytes(box_plot(self))
+        return Path(folder)
 
 
 def evaluate(

@@ -25,6 +25,7 @@ from carlreg.files import images, transform_files, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, PathLike, map_points
+from carlreg.files.results import INVERSE, REPORT, TRANSFORM
 from carlreg.files.tables import SIDES, Pair
 from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.model.files import ModelFileError
@@ -142,7 +143,7 @@ def cached(method: Method, folder: PathLike) -> Method:
 
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:
         own = root / pair.name
-        report = own / "report.json"
+        report = own / REPORT
         if report.is_file():
             failure = json.loads(report.read_text(encoding="utf-8")).get("failure")
             if failure is not None:
@@ -160,10 +161,10 @@ def cached(method: Method, folder: PathLike) -> Method:
         except CarlError as error:
             write_atomically(report, (json.dumps(content | {"failure": str(error)}, indent=2) + "\n").encode())
             raise
-        transform_files.write(result.transform, own / "transform.h5", overwrite=True)
+        transform_files.write(result.transform, own / TRANSFORM, overwrite=True)
         if result.inverse is not None:
             inverse = world_transform.sample(result.inverse, moving)
-            transform_files.write(inverse, own / "inverse_transform.h5", overwrite=True)
+            transform_files.write(inverse, own / INVERSE, overwrite=True)
         figures = {"seconds": result.seconds, "peak_gib": result.peak_gib}
         content["metrics"] = {key: value for key, value in figures.items() if not math.isnan(value)}
         write_atomically(report, (json.dumps(content, indent=2) + "\n").encode())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +18,7 @@ import torch
 from carlreg.errors import InputError
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, PathLike, map_points
+from carlreg.files.results import INVERSE, REPORT, TRANSFORM, WARP, Report, ResultFolder, find_results
 from carlreg.files.tables import FILES, SIDES, Pair, stem
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel, load_model
@@ -98,7 +96,7 @@ def from_folder(own: Path, pair: Pair, fixed: Image, moving: Image, *, root: Pat
     """The result in a pair's own folder, or in a file of `root` with the pair in its name."""
     forward, backward = _find_files(own, root, pair)
     if not forward:
-        raise InputError(f"{root} holds no result for this pair; expected for example {pair.name}/transform.h5")
+        raise InputError(f"{root} holds no result for this pair; expected for example {pair.name}/{TRANSFORM}")
     return _from_files(forward, backward, fixed, moving)
 
 
@@ -106,27 +104,29 @@ def pairs_of(folder: PathLike) -> list[Pair]:
     """The pairs whose results `carl register` wrote to a folder, with the input files that the reports name."""
     pairs = _reported_pairs(Path(folder))
     if not pairs:
-        raise InputError(f"{folder} holds no report.json of `carl register`; expected results, or a CSV file of pairs")
+        raise InputError(f"{folder} holds no {REPORT} of `carl register`; expected results, or a CSV file of pairs")
     return [pair if pair.name != "." else replace(pair, name=stem(Path(folder).resolve())) for pair in pairs]
 
 
 def _reported_pairs(root: Path) -> list[Pair]:
     """A pair for each report, named after its folder within `root`."""
     pairs = []
-    for report in sorted(root.glob("**/report.json")):
-        inputs = _read_json(report).get("inputs", {})
-        files: dict[str, Any] = {column: _path(inputs, column) for column in FILES}
+    for folder in find_results(root):
+        inputs = _report(folder).inputs
+        files: dict[str, Any] = {name: Path(record.path) for name, record in inputs.items() if record.path}
         for side in SIDES:
-            files[side] = files[side] or report.parent / f"{side} image, given in memory"
-        pairs.append(Pair(str(report.parent.relative_to(root)), **files))
+            files.setdefault(side, folder[f"{side} image, given in memory"])
+        files = {name: path for name, path in files.items() if name in FILES}
+        pairs.append(Pair(str(folder.path.relative_to(root)), **files))
     return pairs
 
 
-def _path(inputs: dict[str, Any], name: str) -> Path | None:
-    """The file of an input, as a report names it."""
-    described = inputs.get(name, {})
-    path = described.get("path", described.get("name"))
-    return Path(path) if path else None
+def _report(folder: ResultFolder) -> Report:
+    """The report of a result; an empty one if there is none or it is damaged, as the result can still be measured."""
+    try:
+        return folder.read_report()
+    except InputError:
+        return Report()
 
 
 def image_files(pair: Pair) -> tuple[str, str]:
@@ -138,8 +138,8 @@ def _find_files(own: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tu
     """The files of T and of its inverse, none if there is no result."""
     ids = "_".join(re.sub(r"^\D+_?|_0000$", "", stem(path)) for path in (pair.fixed, pair.moving))
     candidates = [
-        ([own / "transform.h5"], [own / "inverse_transform.h5"]),
-        ([own / "warp.nii.gz"], [own / "inverse_warp.nii.gz"]),
+        ([own / TRANSFORM], [own / INVERSE]),
+        ([own / WARP], [own / "inverse_warp.nii.gz"]),
         *(
             ([warp, affine], [affine, Path(f"{start}1InverseWarp.nii.gz")])
             for warp in sorted(own.glob("*1Warp.nii.gz"))
@@ -163,32 +163,25 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
             affine, warp = transform_files.read(backward[0]), transform_files.read(backward[1])
             if not isinstance(affine, WorldTransform):
                 raise InputError(f"{backward[0]} is not an affine transform; expected one, as ANTs writes it")
+            _check_dim(warp, backward[1], moving)
             undo = np.linalg.inv(affine.affine)
             return lambda points: warp(map_points(undo, points))
         return read_result(backward, moving)
 
     backward_map: PointMap | None = (lambda points: inverse()(points)) if backward else None
-    return Result(read_result(forward, fixed), backward_map, **_reported_figures(forward[0].parent))
+    figures = _reported_figures(_report(ResultFolder(forward[0].parent)))
+    return Result(read_result(forward, fixed), backward_map, **figures)
 
 
-def _reported_figures(folder: Path) -> dict[str, float]:
-    """Time, memory and inverse consistency from the report beside a result."""
-    report = _read_json(folder / "report.json")
-    metrics, seconds, memory = (report.get(key) or {} for key in ("metrics", "seconds", "peak_memory_gb"))
+def _reported_figures(report: Report) -> dict[str, float]:
+    """Time, memory and inverse consistency as a report has them."""
+    memory, metrics = report.peak_memory_gb, report.metrics
     figures = {
-        "seconds": seconds.get("total", metrics.get("seconds")),
+        "seconds": report.seconds.get("total", metrics.get("seconds")),
         "peak_gib": memory.get("gpu", memory.get("process", metrics.get("peak_gib"))),
         "inverse_consistency_mm": metrics.get("inverse_consistency_mm"),
     }
-    return {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
 def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
@@ -197,11 +190,15 @@ def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
     if len(files) == 1 and transform_files.is_learn2reg(files[0]):
         return transform_files.read_learn2reg(files[0], fixed)
     transform = transform_files.read(list(files))
-    if transform.dim != fixed.dim:
-        raise InputError(f"{files[0]} is a {transform.dim}-D transform for {fixed.dim}-D images; expected the same")
+    _check_dim(transform, files[0], fixed)
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         _check_cover(transform, files[0], fixed)
     return transform
+
+
+def _check_dim(transform: WorldMap, path: Path, image: Image) -> None:
+    if transform.dim != image.dim:
+        raise InputError(f"{path} is a {transform.dim}-D transform for {image.dim}-D images; expected the same")
 
 
 def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:
@@ -234,7 +231,7 @@ def by_model(
 ) -> Method:
     """Register by `carlreg.register` with these options, one model for all pairs, prepared as `dataset` has it.
 
-    Results are kept in a folder for each pair within `save`. Time is that of the whole call, reading included.
+    Results are kept in a folder for each pair within `save`. Time and memory are those of the report.
     """
 
     @cache
@@ -257,7 +254,6 @@ def by_model(
             torch.cuda.reset_peak_memory_stats()
         # By their paths, so that the report names them; what SimpleITK cannot read is passed as it was read.
         by_path = dataset.read_image is images.read
-        started = time.perf_counter()
         registration = register(
             fixed=pair.fixed if by_path else fixed,
             moving=pair.moving if by_path else moving,
@@ -267,20 +263,8 @@ def by_model(
             device=device,
             **options,
         )
-        seconds = time.perf_counter() - started
         if save is not None:
             registration.save(Path(save) / pair.name, overwrite=True)
-        consistency = registration.metrics.get("inverse_consistency_mm", math.nan)
-        return Result(registration.transform, registration.inverse, seconds, _peak_gib(), consistency)
+        return Result(registration.transform, registration.inverse, **_reported_figures(registration.record))
 
     return run
-
-
-def _peak_gib() -> float:
-    """The GPU's peak memory since its count was reset; without a GPU, the most that this process ever held."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
