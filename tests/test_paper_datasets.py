@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from conftest import SMALL
 
+from carlreg import Identity, RegistrationAlgorithm, gradicon, save
 from carlreg.cli import main
 from carlreg.errors import InputError
 from carlreg.evaluation.api import evaluate
@@ -200,6 +203,38 @@ def test_dirlab_says_what_is_wrong(lungs: Path) -> None:
     text.write_text("1 2 a\n")
     with pytest.raises(ValueError, match="expected rows of three numbers"):
         dirlab.read_landmarks(text, from_array(np.zeros((4, 4, 4), np.int16)))
+
+
+def test_dirlab_shows_the_network_lungs_alone(
+    lungs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command: 175³, −1000…0 HU to 0…1 inside the masks, and one line where a mask is missing."""
+    seen: list[torch.Tensor] = []
+
+    def both(_: RegistrationAlgorithm, moving: torch.Tensor, fixed: torch.Tensor) -> tuple[Identity, Identity]:
+        seen.extend([moving, fixed])
+        raise InputError("enough")
+
+    monkeypatch.setattr(RegistrationAlgorithm, "both", both)
+    for phase in "ie":
+        mask = np.zeros((16, 16, 121), np.uint8)
+        mask[8:] = 1
+        image = dirlab.read(lungs / "copd1" / "copd1" / f"copd1_{phase}BHCT.img")
+        write(from_array(mask, image.affine), lungs / "copd1" / "copd1" / f"copd1_{phase}BHCT_mask.nii.gz")
+        data = np.full((121, 16, 16), -400, "<i2")
+        data[:, :, 15] = 300
+        data.tofile(lungs / "copd1" / "copd1" / f"copd1_{phase}BHCT.img")
+    save(gradicon(3, 2, **SMALL), tmp_path / "model.safetensors", metadata={"grid": "16 16 16"})
+    words = ["evaluate", "--dataset", "dirlab", "--data", str(lungs), "--model", str(tmp_path / "model.safetensors")]
+    assert main([*words, "--device", "cpu"]) == 1
+    assert len(seen) == 2
+    for tensor in seen:
+        assert tensor.shape == (1, 1, 175, 175, 175)
+        along_x = tensor[0, 0, :, 80, 80].flip(0)  # right to left, as stored
+        assert along_x[:80].abs().max() == 0
+        assert along_x[100:150].tolist() == pytest.approx([0.6] * 50)
+        assert float(along_x[-1]) == 1
+    assert "copd2_eBHCT.img has no lung mask; expected one beside it" in capsys.readouterr().err
 
 
 def test_dirlab_values_stored_shifted(lungs: Path) -> None:
