@@ -676,9 +676,9 @@ def test_learn2reg_files_round_trip(tmp_path: Path) -> None:
     write_warp(bent, fixed, tmp_path / "warp.nii.gz")
     assert is_warp(tmp_path / "warp.nii.gz")
     assert not is_learn2reg(tmp_path / "warp.nii.gz")
-    with pytest.raises(TransformError, match="is no NIfTI image of shape"):
+    with pytest.raises(TransformError, match="is not a NIfTI image of shape"):
         read_learn2reg(tmp_path / "warp.nii.gz", fixed)
-    with pytest.raises(TransformError, match="expected one grid"):
+    with pytest.raises(TransformError, match="expected the same grid"):
         read_learn2reg(path, pair()[1])
     with pytest.raises(TransformError, match="3-D and in NIfTI"):
         write_learn2reg(bent, fixed, fixed, tmp_path / "disp.mha")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
-from carlreg.files.images import Image, ImageError, Matrix, _check_finite, _times, check_same_grid, map_points
+from carlreg.files.checks import ImageError, check_finite, times
+from carlreg.files.images import Image, Matrix, check_same_grid, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.resizing import averaging, resize, resize_labels
 from carlreg.model.loaded import CT_RANGE, LoadedModel, Prepare
@@ -57,10 +58,10 @@ def preprocess(
     data = image.data
     if min(image.shape) < LEAST_SIDE:
         raise ImageError(
-            f"{image.name} has {_times(image.shape)} voxels; expected at least {LEAST_SIDE} along every axis: "
+            f"{image.name} has {times(image.shape)} voxels; expected at least {LEAST_SIDE} along every axis: "
             "give the whole volume (for DICOM its folder), or save a single slice as a 2-D image"
         )
-    _check_finite(data, image.name)
+    check_finite(data, image.name)
     values = data if mask is None else data[mask_voxels(mask, image)]
     if values.min() == values.max():
         where = "" if mask is None else " inside its mask"

@@ -1,11 +1,11 @@
-"""Image files and where their voxels lie: reading, writing, orientation, intensities, and the network's grid.
+"""Images and the positions of their voxels: from arrays, from other libraries' images, from files and to files.
 
 Convention: `data[i, j, k]` is the voxel at ITK's index (i, j, k), x first, as in nibabel; SimpleITK's own arrays have
 the opposite axis order. World positions are millimetres in ITK's LPS frame: the first two axes have the opposite sign
-of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.grids`.
+of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.geometry.grids`.
 
-`read` refuses files that do not hold one scalar image with a sound header and finite values. `preprocess` refuses
-images that cannot be registered: thin or constant ones. SimpleITK is imported where it is used.
+`read` refuses files that do not hold one scalar image with a valid header and finite values. NIfTI is read here; other
+formats are read by SimpleITK in a process of its own, so that a damaged or hostile file cannot crash this one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import itertools
 import logging
 import math
 import os
-import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,7 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import OutputError
+from carlreg.files import isolated, nifti
 from carlreg.files.atomic import write_atomically
+from carlreg.files.checks import ImageError as ImageError
+from carlreg.files.checks import check_finite, check_geometry, check_kind, check_size, check_spacing, times
 from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
 from carlreg.geometry.grids import Grid
 
@@ -35,15 +38,10 @@ Matrix = npt.NDArray[np.float64]
 
 NIFTI_HEADER = 352
 """Bytes before the voxels of a NIfTI-1 file."""
-MOST_VOXELS = 4e9
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
 
 log = logging.getLogger(__name__)
-
-
-class ImageError(ValueError):
-    """A file or an array that is not an image we can use. One line: which, what was found, what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +66,8 @@ class Image:
                 f"{self.name} has an affine of shape {self.affine.shape}; expected ({self.dim + 1}, {self.dim + 1}) "
                 "with a last row of zeros and a one"
             )
-        _check_size(self.shape, self.name)
-        _check_geometry(self.affine, self.name)
+        check_size(self.shape, self.name)
+        check_geometry(self.affine, self.name)
 
     @property
     def dim(self) -> int:
@@ -121,21 +119,30 @@ def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name
 def from_sitk(image: Any, *, name: str = "SimpleITK image") -> Image:
     """An image from a SimpleITK one."""
     dim = image.GetDimension()
-    _check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
+    check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
     return Image(np.ascontiguousarray(simpleitk().GetArrayViewFromImage(image).T), affine_of(image), name)
 
 
 def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
-    """An image from a nibabel one, whose affine is RAS. Trailing axes of length one are dropped."""
+    """An image from a nibabel one. Its positions are those that `read` gives to its file, by the rule in `nifti`.
+
+    They differ from nibabel's own if sform and qform do; a warning then gives the distance. Trailing axes of length one
+    are dropped.
+    """
     data = np.asanyarray(image.dataobj)
     while data.ndim > 3 and data.shape[-1] == 1:
         data = data[..., 0]
-    axes = [*range(min(data.ndim, 3)), 3]
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
+    if hasattr(image.header, "get_sform"):
+        stated, shape = nifti.affine_of(image.header.binaryblock, data.shape[:3], name), data.shape[:3]
+        if not nifti.distance(stated, affine, shape) <= 1e-3 * np.linalg.norm(affine[:3, :3], axis=0).min():
+            affine = stated  # otherwise nibabel's, which is more precise than a header
+    axes = [*range(min(data.ndim, 3)), 3]
     return from_array(data, affine[np.ix_(axes, axes)], name=name)
 
 
 def as_image(source: Any, name: str) -> Image:
+    """An image from anything that holds one: a path, an array, a tensor, a SimpleITK or a nibabel image."""
     if isinstance(source, Image):
         return source
     if isinstance(source, (str, os.PathLike)):
@@ -156,8 +163,8 @@ def as_image(source: Any, name: str) -> Image:
 
 
 def read(path: PathLike) -> Image:
-    """Read one scalar image: NIfTI, NRRD, MetaImage, PNG, TIFF, JPEG, whatever else SimpleITK reads, or a folder with
-    a DICOM series (the largest one, which is logged and is part of the image's name).
+    """Read one scalar image: NIfTI, NRRD, MetaImage, PNG, TIFF, JPEG, any other format that SimpleITK reads, or a
+    folder with a DICOM series (the largest one, which is logged and becomes part of the image's name).
 
     >>> image = read("scan.nii.gz")
     """
@@ -170,11 +177,35 @@ def read(path: PathLike) -> Image:
         return _read_series(path)
     if path.stat().st_size == 0:
         raise ImageError(f"{path} is empty; expected an image: copy or export it again")
-    _check_header(path)
-    _check_complete(path)
-    image = from_sitk(_run(path, lambda: simpleitk().ReadImage(str(path))), name=str(path))
-    _check_finite(image.data, image.name)
+    if nifti.is_nifti(path):
+        header = nifti.read_header(path)
+        check_kind(header.dim, header.shape, header.components, str(path))
+        affine = header.affine()
+        check_geometry(affine, str(path))
+        image = Image(np.ascontiguousarray(nifti.read_voxels(path, header)), affine, str(path))
+    else:
+        _check_complete(path)
+        image = _read_isolated(path)
+    check_finite(image.data, image.name)
     return image
+
+
+def _read_isolated(path: Path) -> Image:
+    """Read by SimpleITK, in a process of its own."""
+    with _reasons(path), isolated.reading("image", path) as child:
+        check_header(header := child.header(), str(path))
+        child.proceed(math.prod(header["size"]) * header["width"])
+        affine = np.array(child.header()["affine"])
+        return Image(np.ascontiguousarray(child.array().T), affine, str(path))
+
+
+def check_header(header: Mapping[str, Any], name: str, slices: int = 1) -> None:
+    """Refuse what the header of `isolated.reading` already shows to be unusable."""
+    size, affine = header["size"], np.array(header["affine"])
+    check_kind(len(size), size, header["components"], name)
+    check_size(size if slices == 1 else (*size[:2], slices), name, header["width"])
+    check_spacing(header["spacing"], name)
+    check_geometry(affine, name)
 
 
 def read_labels(path: PathLike) -> Image:
@@ -192,29 +223,23 @@ def as_labels(image: Image) -> Image:
 
 
 def _read_series(folder: Path) -> Image:
-    sitk = simpleitk()
-    names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))
-    if not names:
-        raise ImageError(
-            f"{folder} is a folder without a DICOM series; expected DICOM slices: check the folder, or give a file"
-        )
-    files = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), name) for name in names}
-    series = max(sorted(names), key=lambda name: len(files[name]))
-    name = f"{folder} (DICOM series {series}, {len(files[series])} files)"
-    level = logging.WARNING if len(names) > 1 else logging.INFO
-    log.log(level, "%s: read the largest of %d series", name, len(names))
-    _check_header(Path(files[series][0]), slices=len(files[series]))
-    if len(files[series]) == 1:
-        return from_sitk(_run(folder, lambda: simpleitk().ReadImage(files[series][0])), name=name)
-    reader = sitk.ImageSeriesReader()
-    reader.SetFileNames(files[series])
-    reader.MetaDataDictionaryArrayUpdateOn()
-    image = from_sitk(_run(folder, lambda: reader.Execute()), name=name)
-    if image.dim == 3 and all(reader.HasMetaDataKey(i, "0020|0032") for i in range(image.shape[2])):
+    with _reasons(folder), isolated.reading("series", folder) as child:
+        header = child.header()
+        if not header["series"]:
+            raise ImageError(
+                f"{folder} is a folder without a DICOM series; expected DICOM slices: check the folder, or give a file"
+            )
+        name = f"{folder} (DICOM series {header['name']}, {header['files']} files)"
+        level = logging.WARNING if header["series"] > 1 else logging.INFO
+        log.log(level, "%s: read the largest of %d series", name, header["series"])
+        check_header(header, name, header["files"])
+        child.proceed(math.prod(header["size"]) * header["width"] * header["files"])
+        volume = child.header()
+        image = Image(np.ascontiguousarray(child.array().T), np.array(volume["affine"]), name)
+    if image.dim == 3 and volume["stated"] is not None:
         # ITK assumes even slices at right angles; a missing slice or a tilted gantry would be misplaced silently.
-        stated = [[float(x) for x in reader.GetMetaData(i, "0020|0032").split("\\")] for i in range(image.shape[2])]
         assumed = map_points(image.affine, [[0, 0, i] for i in range(image.shape[2])])
-        error = float(np.linalg.norm(assumed - stated, axis=1).max())
+        error = float(np.linalg.norm(assumed - volume["stated"], axis=1).max())
         if error > 0.1 * image.spacing[2]:
             raise ImageError(
                 f"{name} has slices up to {error:.3g} mm away from even steps of {image.spacing[2]:.3g} mm; expected "
@@ -223,17 +248,20 @@ def _read_series(folder: Path) -> Image:
     return image
 
 
-def _run(path: Path, action: Callable[[], Any], verb: str = "read") -> Any:
-    """Do something with SimpleITK, whose errors are pages long and name its source files."""
+@contextmanager
+def _reasons(path: Path, verb: str = "read") -> Iterator[None]:
+    """Raise errors of SimpleITK in one line."""
     try:
-        return action()
-    except RuntimeError as error:
+        yield
+    except (RuntimeError, isolated.UnreadableError) as error:
         why = reason(error)
-        expected = "a whole image file: copy or export it again" if verb == "read" else "another format, .nii.gz say"
+        expected = (
+            "a whole image file: copy or export it again" if verb == "read" else "another format, such as .nii.gz"
+        )
         if "ImageIO" in why:
-            why = "not an image of a format that SimpleITK knows"
+            why = "not an image of a format that SimpleITK reads"
             if path.suffix.lower() == ".gif":
-                why, expected = "SimpleITK does not know GIF", "PNG, say: convert it"
+                why, expected = "SimpleITK does not read GIF", "another format, such as PNG: convert it"
         elif "orthonormal" in why:
             why = "the directions in its header are singular or not at right angles"
             expected = "axes at right angles: correct its header, or resample it"
@@ -242,115 +270,12 @@ def _run(path: Path, action: Callable[[], Any], verb: str = "read") -> Any:
         raise ImageError(f"{path} cannot be {verb}: {why}; expected {expected}") from error
 
 
-def _check_header(path: Path, slices: int = 1) -> None:
-    """Refuse what the header already shows to be unusable, before memory is taken for voxels."""
-    if path.name.lower().endswith((".nii", ".nii.gz")):
-        _check_nifti(path)
-    reader = _run(path, lambda: read_header(path))
-    dim, size = reader.GetDimension(), tuple(reader.GetSize())
-    _check_kind(dim, size, reader.GetNumberOfComponents(), str(path))
-    _check_size(size if slices == 1 else (*size[:2], slices), str(path))
-    _check_spacing(reader.GetSpacing(), str(path))
-    _check_geometry(affine_of(reader), str(path))
-
-
-def _check_nifti(path: Path) -> None:
-    """ITK makes bad spacings 1, and NaN and what a cut-off file lacks 0, without a word: look for ourselves."""
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    try:
-        with cast("IO[bytes]", gzip.open(path) if packed else open(path, "rb")) as file:
-            head = file.read(352)
-            length = {int.from_bytes(head[:4], "little"): "<", int.from_bytes(head[:4], "big"): ">"}
-            if 540 in length:
-                raise ImageError(f"{path} is NIfTI-2, which SimpleITK does not read; expected NIfTI-1: convert it")
-            if len(head) < 352 or 348 not in length:
-                return  # no NIfTI header: ITK says so
-            order = length[348]
-            axes, *sides = struct.unpack_from(order + "8h", head, 40)
-            kind, bits, _, _, *spacing, offset = struct.unpack_from(order + "3h8f1f", head, 70)
-            if not 1 <= axes <= 7:
-                return
-            _check_size(sides[:axes], str(path))
-            _check_spacing(spacing[: min(axes, 3)], str(path))
-            count = math.prod(sides[:axes])
-            expected = int(offset) + count * bits // 8
-            content = head + file.read(max(expected - len(head), 0))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ImageError(f"{path} is truncated or damaged ({error}); expected a whole file: copy it again") from error
-    if len(content) < expected:
-        raise ImageError(
-            f"{path} is truncated: it holds {len(content)} bytes; expected {expected} by its header: copy it again"
-        )
-    if kind in (16, 64):  # float32 and float64
-        _check_finite(np.frombuffer(content, f"{order}f{bits // 8}", count, int(offset)), str(path))
-
-
 def _check_complete(path: Path) -> None:
     """JPEG's reader fills what a cut-off file lacks with grey."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         content = path.read_bytes()
         if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):  # no end after the last scan's start
             raise ImageError(f"{path} is truncated: it has no end marker; expected a whole JPEG: copy it again")
-
-
-def _check_kind(dim: int, size: Sequence[int], components: int, name: str) -> None:
-    if dim not in (2, 3):
-        raise ImageError(
-            f"{name} is {dim}-D ({_times(size)}); expected one 2-D or 3-D image: extract one time point or channel"
-        )
-    if components != 1:
-        raise ImageError(
-            f"{name} has {components} components per voxel (colour, vectors or complex numbers); expected one: "
-            "convert it to grey values or choose a component"
-        )
-
-
-def _check_size(size: Iterable[int], name: str) -> None:
-    size = tuple(size)
-    if min(size) < 1:
-        raise ImageError(f"{name} declares {_times(size)} voxels; expected at least one along every axis")
-    count = math.prod(size)
-    try:
-        memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):  # not on every platform
-        memory = math.inf
-    if count > MOST_VOXELS or 4 * count > memory:
-        most = min(MOST_VOXELS, memory / 4)
-        raise ImageError(
-            f"{name} declares {_times(size)} voxels, {4 * count / 1e9:.3g} GB as float32; expected at most "
-            f"{most:.2g} voxels in this memory: check the header, or resample it"
-        )
-
-
-def _check_spacing(spacing: Sequence[float], name: str) -> None:
-    if not all(math.isfinite(s) and s > 0 for s in spacing):
-        numbers = " × ".join(f"{s:g}" for s in spacing)
-        raise ImageError(f"{name} declares a spacing of {numbers} mm; expected positive numbers: correct its header")
-
-
-def _check_finite(data: npt.NDArray[Any], name: str) -> None:
-    bad = data.size - int(np.isfinite(data).sum())
-    if bad:
-        raise ImageError(
-            f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: replace them by 0"
-        )
-
-
-def _check_geometry(affine: Matrix, name: str) -> None:
-    """Refuse positions that are not finite and axes that lie in a plane."""
-    if not np.isfinite(affine).all():
-        raise ImageError(f"{name} has a direction or origin that is not finite; expected numbers: correct its header")
-    lengths = np.linalg.norm(affine[:-1, :-1], axis=0)
-    _check_spacing(lengths.tolist(), name)
-    if abs(np.linalg.det(affine[:-1, :-1] / lengths)) < 1e-3:
-        raise ImageError(
-            f"{name} has a singular direction matrix; expected axes that point different ways: correct its header"
-        )
-
-
-def _times(size: Iterable[int]) -> str:
-    return " × ".join(str(n) for n in size)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -380,14 +305,16 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
 
 def write_sitk(source: Any, path: Path) -> None:
     """Write a SimpleITK image and check that all of it is in the file: SimpleITK does not report a full disk."""
-    _run(path, lambda: simpleitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha")), "written")
+    with _reasons(path, "written"):
+        simpleitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha"))
     array = simpleitk().GetArrayViewFromImage(source)
     if path.name.lower().endswith((".nii", ".nii.gz")):
         whole = _count_bytes(path) == NIFTI_HEADER + array.nbytes
     elif path.suffix.lower() == ".nrrd":
         whole = _count_bytes(path, header=True) == array.nbytes
     else:
-        stored = _run(path, lambda: simpleitk().ReadImage(str(path)), "written")
+        with _reasons(path, "written"):
+            stored = simpleitk().ReadImage(str(path))
         lossy = path.suffix.lower() in (".jpg", ".jpeg") or stored.GetSize() != source.GetSize()  # `write` checks that
         whole = lossy or np.array_equal(simpleitk().GetArrayViewFromImage(stored), array, equal_nan=True)
     if not whole:
@@ -409,12 +336,13 @@ def _count_bytes(path: Path, *, header: bool = False) -> int:
 
 def _check_stored(image: Image, pixel_type: int, path: Path) -> None:
     """Read the header back: formats drop without a warning what they cannot store."""
-    header = _run(path, lambda: read_header(path), "written")
+    with _reasons(path, "written"):
+        header = read_header(path)
     lost = []
     if header.GetPixelID() != pixel_type:
         lost.append(f"values of type {image.data.dtype}")
     if tuple(header.GetSize()) != image.shape:
-        lost.append(f"a size of {_times(image.shape)}")
+        lost.append(f"a size of {times(image.shape)}")
     elif path.suffix.lower() not in WITHOUT_POSITION:
         shift = largest_shift(affine_of(header), image)
         if shift > 0.01 * min(image.spacing):
@@ -442,7 +370,7 @@ def check_same_grid(other: Image, image: Image, what: str) -> None:
     """Refuse a mask or a label map whose voxels are not the image's, to a tenth of a voxel."""
     if other.shape != image.shape:
         raise ImageError(
-            f"{other.name} has {_times(other.shape)} voxels but {image.name} has {_times(image.shape)}; expected "
+            f"{other.name} has {times(other.shape)} voxels but {image.name} has {times(image.shape)}; expected "
             f"{what} on the image's own grid: resample it"
         )
     shift = largest_shift(other.affine, image)

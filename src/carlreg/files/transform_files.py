@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,16 +19,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.errors import DependencyError, OutputError
+from carlreg.errors import DependencyError, InputError, OutputError
+from carlreg.files import isolated, nifti
 from carlreg.files.atomic import write_atomically
-from carlreg.files.images import Image, ImageError, Matrix, PathLike, _check_nifti, largest_shift, write_sitk
+from carlreg.files.checks import ImageError, check_geometry, check_size
+from carlreg.files.images import Image, Matrix, PathLike, largest_shift, write_sitk
 from carlreg.files.itk import affine_of, itk_order, read_header, reason, simpleitk, vector_image
 from carlreg.files.world_transform import (
     ItkTransform,
     PointMap,
     TransformError,
     WorldTransform,
-    after_affine,
+    compose_exactly,
     learn2reg,
     slabs,
 )
@@ -110,44 +114,6 @@ def write_learn2reg(
     write_atomically(path, partial(write_sitk, image), overwrite=overwrite)
 
 
-def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
-    """The world map of Learn2Reg's displacements in voxels; `grid` is the fixed image, whose header counts."""
-    name = Path(path)
-    if not is_learn2reg(name):
-        raise TransformError(f"{path} is no NIfTI image of shape (x, y, z, 3); expected Learn2Reg's displacements")
-    field = (
-        simpleitk().GetArrayFromImage(simpleitk().ReadImage(str(name), simpleitk().sitkFloat32)).transpose(3, 2, 1, 0)
-    )
-    if field.shape[:-1] != grid.shape:
-        raise TransformError(
-            f"{path} is for {field.shape[:-1]} voxels but {grid.name} has {grid.shape}; expected one grid"
-        )
-    displacement = np.ascontiguousarray(field @ grid.affine[:-1, :-1].T, np.float32)
-    return WorldTransform(np.eye(4), displacement, grid.index_to_world())
-
-
-def is_learn2reg(path: PathLike) -> bool:
-    """Whether a file looks like Learn2Reg's displacements: NIfTI, four axes, the last of them three long."""
-    name = Path(path)
-    if not name.is_file() or not name.name.lower().endswith((".nii", ".nii.gz")):
-        return False
-    _check_nifti(name)
-    try:
-        header = read_header(name)
-    except RuntimeError:
-        return False
-    return bool(header.GetDimension() == 4 and header.GetSize()[3] == 3 and header.GetNumberOfComponents() == 1)
-
-
-def is_warp(path: PathLike) -> bool:
-    """Whether a file is an image with as many numbers per voxel as axes."""
-    try:
-        header = read_header(Path(path))
-    except RuntimeError:
-        return False
-    return bool(header.GetDimension() in (2, 3) and header.GetNumberOfComponents() == header.GetDimension())
-
-
 @dataclass(frozen=True, eq=False)
 class _Part:
     """One transform of a file of ITK's: its type and its two vectors of numbers; a composite has none."""
@@ -155,6 +121,26 @@ class _Part:
     kind: str
     parameters: npt.NDArray[Any] | None = None
     fixed: npt.NDArray[Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The type without its precision and dimension: AffineTransform_double_3_3 is an AffineTransform."""
+        return self.kind.partition("_")[0]
+
+    @property
+    def dim(self) -> int:
+        words = self.kind.split("_")
+        if len(words) not in (4, 5) or words[2] not in ("2", "3") or words[3] != words[2]:
+            raise isolated.UnreadableError(f"its type is {self.kind!r}")
+        return int(words[2])
+
+    @property
+    def order(self) -> int:
+        """The order of a B-spline, which follows the dimensions unless it is 3."""
+        order = self.kind.split("_")[4:] or ["3"]
+        if order[0] not in ("0", "1", "2", "3"):
+            raise isolated.UnreadableError(f"its type is {self.kind!r}")
+        return int(order[0])
 
 
 def _parts(transform: WorldTransform) -> list[_Part]:
@@ -226,7 +212,7 @@ def _write_itk(transform: Any, path: Path) -> None:
 
 
 def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
-    """Read a transform file of ITK's (.h5, .tfm, .txt, .mat, .xfm) or an image of displacements in mm, LPS (ANTs'
+    """Read a transform file of ITK (.h5, .tfm, .txt, .mat, .xfm) or an image of displacements in mm, LPS (ANTs'
     Warp.nii.gz), or several in ANTs' order, in which the first acts on a point first.
 
     Linear maps of any kind and at most one displacement field become a WorldTransform, exactly. Everything else is left
@@ -238,91 +224,195 @@ def read(path: PathLike | Sequence[PathLike]) -> WorldTransform | ItkTransform:
     if not paths:
         raise TransformError("no transform file was given; expected at least one")
     parts = [part for one in paths for part in _read_parts(one)]  # in the order in which they act on a point
-    if len({part.GetDimension() for part in parts}) != 1:
+    if len({part.dim for part in parts}) != 1:
         raise TransformError(f"{paths[0]} and the files after it hold 2-D and 3-D transforms; expected one dimension")
-    dim = parts[0].GetDimension()
-    fields = [part for part in parts if _is_field(part)]
-    if len(fields) > 1 or not all(part.IsLinear() or _is_field(part) for part in parts):
-        return ItkTransform(simpleitk().CompositeTransform(parts[::-1]) if len(parts) > 1 else parts[0])
-    before, after, seen = np.eye(dim + 1), np.eye(dim + 1), False
-    for part in parts:
-        if _is_field(part):
-            seen = True
-        elif seen:
-            after = _matrix(part) @ after
-        else:
-            before = _matrix(part) @ before
-    vectors, lattice = np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1)
-    if fields:
-        image = simpleitk().DisplacementFieldTransform(fields[0]).GetDisplacementField()
-        vectors, lattice = itk_order(simpleitk().GetArrayFromImage(image)), affine_of(image)
-    if not np.isfinite(vectors).all() or not np.isfinite(before).all() or not np.isfinite(after).all():
-        raise TransformError(f"{paths[0]} holds numbers that are not finite; expected a transform: write it again")
-    whole = WorldTransform(after, np.ascontiguousarray(vectors, np.float32), lattice)
-    return after_affine(whole, before)
+    whole: WorldTransform | ItkTransform = parts[0]
+    for part in parts[1:]:
+        both = compose_exactly(part, whole)
+        if both is None:
+            return ItkTransform(simpleitk().CompositeTransform([one.to_sitk() for one in reversed(parts)]))
+        whole = both
+    return whole
 
 
-def _read_parts(path: Path) -> list[Any]:
-    """The file's transforms as SimpleITK has them, the one that acts first on a point first."""
+def read_learn2reg(path: PathLike, grid: Image) -> WorldTransform:
+    """The world map of Learn2Reg's displacements in voxels; `grid` is the fixed image, whose positions count."""
+    name = Path(path)
+    if not is_learn2reg(name):
+        raise TransformError(f"{path} is not a NIfTI image of shape (x, y, z, 3); expected Learn2Reg's displacements")
+    with _as_transform_error(name):
+        field = nifti.read_voxels(name, nifti.read_header(name)).astype(np.float32, copy=False)
+    if field.shape[:-1] != grid.shape:
+        raise TransformError(
+            f"{path} is for {field.shape[:-1]} voxels but {grid.name} has {grid.shape}; expected the same grid"
+        )
+    displacement = np.ascontiguousarray(field @ grid.affine[:-1, :-1].T, np.float32)
+    return WorldTransform(np.eye(4), displacement, grid.index_to_world())
+
+
+def is_learn2reg(path: PathLike) -> bool:
+    """Whether a file looks like Learn2Reg's displacements: NIfTI, four axes, the last of length three."""
+    name = Path(path)
+    if not name.is_file() or not nifti.is_nifti(name):
+        return False
+    header = nifti.read_header(name)
+    return header.dim == 4 and header.shape[3] == 3 and header.components == 1
+
+
+def is_warp(path: PathLike) -> bool:
+    """Whether a file is an image with as many numbers per voxel as axes."""
+    name = Path(path)
+    if nifti.is_nifti(name):
+        header = nifti.read_header(name)
+        return header.dim in (2, 3) and header.components == header.dim
+    if name.suffix.lower() not in (".nrrd", ".nhdr", ".mha", ".mhd", ".vtk"):  # others hold no vectors
+        return False
+    try:
+        with isolated.reading("image", name) as child:
+            about = child.header()
+    except InputError:  # not an image at all: reading it gives the reason
+        return False
+    return bool(about["components"] == len(about["size"]))
+
+
+def _read_parts(path: Path) -> Sequence[WorldTransform | ItkTransform]:
+    """The transforms of a file, the one that acts first on a point first."""
     if not path.is_file():
         raise TransformError(f"{path} does not exist or is a folder; expected a transform file: check the path")
-    sitk = simpleitk()
-    try:
-        if path.suffix.lower() in TEXT:
-            _check_text(path)
-        if path.suffix.lower() in HDF5 + TEXT + ALONE:
-            return _flatten(sitk.ReadTransform(str(path)))
-        if path.name.lower().endswith((".nii", ".nii.gz")):
-            _check_nifti(path)
-        header = read_header(path)
-        dim, components = header.GetDimension(), header.GetNumberOfComponents()
-        if dim not in (2, 3) or components != dim:
+    ending = path.suffix.lower()
+    with _as_transform_error(path):
+        if ending not in HDF5 + TEXT + ALONE:
+            return [_read_warp(path)]
+        parts = _read_text(path) if ending in TEXT else None
+        if parts is None or any(part.name not in isolated.DIRECT for part in parts):
+            parts = _read_isolated(path)
+        composite = parts[0].name == "CompositeTransform"
+        parts = [part for part in parts if part.name != "CompositeTransform"]
+        if len(parts) > 1 and not composite:
             raise TransformError(
-                f"{path} is an image with {dim} axes and {components} numbers per voxel; expected a transform, or "
-                "displacements with as many numbers as axes"
+                f"{path} holds {len(parts)} transforms that are not one composite; expected one file each"
             )
-        return [sitk.DisplacementFieldTransform(sitk.ReadImage(str(path), sitk.sitkVectorFloat64))]
-    except TransformError:
-        raise
+        return [_built(part) for part in reversed(parts)]
+
+
+@contextmanager
+def _as_transform_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except isolated.UnreadableError as error:
+        raise TransformError(
+            f"{path} cannot be read: {error}; expected a whole transform file: copy or write it again"
+        ) from error
     except ImageError as error:
         raise TransformError(str(error)) from error
-    except (RuntimeError, ValueError) as error:
+
+
+def _read_warp(path: Path) -> WorldTransform:
+    """An image of displacements."""
+    if nifti.is_nifti(path):
+        header = nifti.read_header(path)
+        _check_warp(path, header.dim, header.components)
+        vectors, lattice = nifti.read_voxels(path, header), header.affine()
+    else:
+        with isolated.reading("image", path) as child:
+            about = child.header()
+            _check_warp(path, len(about["size"]), about["components"])
+            count, width = math.prod(about["size"]), about["width"] * about["components"]
+            check_size(about["size"], str(path), width)
+            child.proceed(count * width)
+            lattice, vectors = np.array(child.header()["affine"]), itk_order(child.array())
+    return _field(vectors, lattice, str(path))
+
+
+def _check_warp(path: Path, dim: int, components: int) -> None:
+    if dim not in (2, 3) or components != dim:
         raise TransformError(
-            f"{path} cannot be read: {reason(error)}; expected a whole transform file: copy or write it again"
-        ) from error
+            f"{path} is an image with {dim} axes and {components} numbers per voxel; expected a transform, or "
+            "displacements with as many numbers as axes"
+        )
 
 
-def _check_text(path: Path) -> None:
-    """ITK reads what is there of a cut-off text file without a word: count the numbers for ourselves."""
-    for block in path.read_text(errors="replace").split("\nTransform:")[1:]:
-        kind, *lines = block.strip().splitlines()
-        words = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
-        numbers, fixed = words.get("Parameters:"), words.get("FixedParameters:")
-        whole = "CompositeTransform" in kind or (numbers is not None and fixed is not None)
-        if whole and "DisplacementField" in kind:
-            dim = int(kind.rsplit("_")[-1])
-            sides = [int(float(side)) for side in (fixed or [])[:dim]]
-            whole = len(fixed or []) == dim * (dim + 3) and len(numbers or []) == dim * math.prod(sides)
-        if not whole:
-            raise TransformError(f"{path} is truncated in its {kind.strip()}; expected a whole file: copy it again")
+def _field(vectors: npt.NDArray[Any], lattice: Matrix, name: str) -> WorldTransform:
+    check_geometry(lattice, name)
+    if not np.isfinite(vectors).all():
+        raise isolated.UnreadableError("it holds numbers that are not finite")
+    return WorldTransform(np.eye(len(lattice)), vectors.astype(np.float32, copy=False), lattice)
 
 
-def _flatten(transform: Any) -> list[Any]:
-    if transform.GetName() != "CompositeTransform":
-        return [transform]
-    composite = simpleitk().CompositeTransform(transform)
-    count = composite.GetNumberOfTransforms()
-    return [part for n in reversed(range(count)) for part in _flatten(composite.GetNthTransform(n))]
+def _read_text(path: Path) -> list[_Part]:
+    """ITK's text files, whole: ITK itself reads those that were cut off without a warning."""
+    parts = []
+    for block in re.split(r"(?m)^Transform:", path.read_text(errors="replace"))[1:]:
+        kind, *lines = (line.strip() for line in block.strip().splitlines() or [""])
+        words = {name: numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
+        if kind.startswith("CompositeTransform"):
+            parts.append(_Part(kind))
+            continue
+        try:
+            vectors = [np.fromiter(map(float, words[name]), np.float64) for name in ("Parameters", "FixedParameters")]
+            _shape_of(kind, vectors[1], len(vectors[0]))
+        except (KeyError, ValueError) as error:
+            raise TransformError(f"{path} is truncated in its {kind}; expected a whole file: copy it again") from error
+        parts.append(_Part(kind, *vectors))
+    if not parts:
+        raise isolated.UnreadableError("it holds no transform")
+    return parts
 
 
-def _is_field(transform: Any) -> bool:
-    return bool(transform.GetName() == "DisplacementFieldTransform")
+def _read_isolated(path: Path) -> list[_Part]:
+    """HDF5, MATLAB and MINC files, and types of transforms that only ITK knows."""
+    with isolated.reading("transform", path) as child:
+        headers = child.header()["parts"]
+        for part in headers:
+            check_size((max(part["count"], 1),), str(path), part["width"])
+            _shape_of(part["kind"], np.array(part["fixed"]), part["count"])
+        child.proceed(sum(part["count"] * part["width"] for part in headers))
+        return [_Part(part["kind"], child.array(), np.array(part["fixed"])) for part in headers]
 
 
-def _matrix(linear: Any) -> Matrix:
-    """Any linear SimpleITK transform as (D + 1, D + 1)."""
-    dim = linear.GetDimension()
-    matrix = np.eye(dim + 1)
-    matrix[:-1, -1] = linear.TransformPoint([0.0] * dim)
-    matrix[:-1, :-1] = np.transpose([linear.TransformPoint(axis) for axis in np.eye(dim).tolist()]) - matrix[:-1, -1:]
-    return matrix
+def _shape_of(kind: str, fixed: npt.NDArray[Any], count: int) -> tuple[int, ...]:
+    """The sides of the lattice of a field or a B-spline, and the axes; refuse other counts than these call for."""
+    name = _Part(kind).name
+    if name not in isolated.DIRECT or name == "CompositeTransform":
+        return ()
+    dim = _Part(kind).dim
+    if name in ("AffineTransform", "MatrixOffsetTransformBase"):
+        shape: tuple[int, ...] = (dim + 1, dim)
+        whole = len(fixed) == dim
+    else:
+        whole = len(fixed) == dim * (dim + 3) and bool(np.isfinite(fixed).all() and (fixed[:dim] >= 1).all())
+        shape = (*(int(side) for side in fixed[:dim]), dim) if whole else ()
+    if not whole or math.prod(shape) != count:
+        raise isolated.UnreadableError(
+            f"its {kind} has {count} parameters and {len(fixed)} fixed ones, which do not match"
+        )
+    return shape
+
+
+def _built(part: _Part) -> WorldTransform | ItkTransform:
+    """A part of a type in `isolated.DIRECT`."""
+    assert part.parameters is not None
+    assert part.fixed is not None
+    parameters, fixed, dim = part.parameters, part.fixed, part.dim
+    shape = _shape_of(part.kind, fixed, len(parameters))
+    if not np.isfinite(parameters).all() or not np.isfinite(fixed).all():
+        raise isolated.UnreadableError("it holds numbers that are not finite")
+    if part.name in ("AffineTransform", "MatrixOffsetTransformBase"):
+        matrix = np.eye(dim + 1)
+        matrix[:-1, :-1] = parameters[:-dim].reshape(dim, dim)
+        matrix[:-1, -1] = parameters[-dim:] + fixed - matrix[:-1, :-1] @ fixed  # the fixed ones are the centre
+        return WorldTransform(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+    lattice = np.eye(dim + 1)
+    lattice[:-1, :-1] = fixed[3 * dim :].reshape(dim, dim) * fixed[2 * dim : 3 * dim]
+    lattice[:-1, -1] = fixed[dim : 2 * dim]
+    check_geometry(lattice, f"its {part.kind}")
+    if part.name == "DisplacementFieldTransform":
+        return _field(itk_order(parameters.reshape(*shape[-2::-1], dim)), lattice, f"its {part.kind}")
+    if min(shape[:-1]) <= part.order:
+        raise isolated.UnreadableError(
+            f"its B-spline has {shape[:-1]} points; expected more than {part.order} along each axis"
+        )
+    spline = simpleitk().BSplineTransform(dim, part.order)
+    spline.SetFixedParameters(fixed.tolist())
+    spline.SetParameters(parameters.tolist())
+    return ItkTransform(spline)

@@ -110,16 +110,17 @@ class WorldTransform:
         return np.asarray(_interpolate(self.displacement, index.reshape(-1, self.dim)).numpy().reshape(points.shape))
 
     def to_sitk(self) -> Any:
-        """A SimpleITK CompositeTransform of the affine and the displacement part, or an AffineTransform alone."""
+        """A SimpleITK AffineTransform, DisplacementFieldTransform, or CompositeTransform of both."""
         sitk = simpleitk()
         affine = sitk.AffineTransform(self.dim)
         affine.SetMatrix(self.affine[:-1, :-1].ravel().tolist())
         affine.SetTranslation(self.affine[:-1, -1].tolist())
         if self.is_linear:
             return affine
-        field = vector_image(self.displacement.astype(np.float64), self.lattice)
-        # The last one acts first.
-        return sitk.CompositeTransform([affine, sitk.DisplacementFieldTransform(field)])
+        field = sitk.DisplacementFieldTransform(vector_image(self.displacement.astype(np.float64), self.lattice))
+        if np.array_equal(self.affine, np.eye(self.dim + 1)):
+            return field
+        return sitk.CompositeTransform([affine, field])  # the last one acts first
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +198,24 @@ def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> Wor
 
 
 def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
-    """x ↦ outer(inner(x)): exact where either is affine, otherwise sampled on the voxels of `grid`."""
-    if isinstance(outer, WorldTransform) and isinstance(inner, WorldTransform):
-        if outer.is_linear:
-            return WorldTransform(outer.affine @ inner.affine, inner.displacement, inner.lattice)
-        if inner.is_linear:
-            return after_affine(outer, inner.affine)
-    return sample(lambda points: outer(inner(points)), grid)
+    """x ↦ outer(inner(x)): exact if either is affine, otherwise sampled on the voxels of `grid`."""
+    return compose_exactly(outer, inner) or sample(lambda points: outer(inner(points)), grid)
+
+
+def compose_exactly(outer: PointMap, inner: PointMap) -> WorldTransform | None:
+    """x ↦ outer(inner(x)) if either is affine and both are WorldTransforms, otherwise None."""
+    if not isinstance(outer, WorldTransform) or not isinstance(inner, WorldTransform):
+        return None
+    affine = outer.affine @ inner.affine
+    if outer.is_linear:
+        return WorldTransform(affine, inner.displacement, inner.lattice)
+    if not inner.is_linear:
+        return None
+    if np.array_equal(inner.affine, np.eye(inner.dim + 1)):
+        return outer
+    # A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))
+    undo = np.asarray(np.linalg.inv(inner.affine), np.float64)
+    return WorldTransform(affine, (outer.displacement @ undo[:-1, :-1].T).astype(np.float32), undo @ outer.lattice)
 
 
 def slabs(grid: Image) -> Iterator[tuple[Box, Matrix]]:
@@ -445,12 +457,3 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
     for box, points in slabs(fixed):
         field[box] = (transform(points) - points) @ undo.T
     return field
-
-
-def after_affine(outer: WorldTransform, before: Matrix) -> WorldTransform:
-    """x ↦ T(Bx), exactly: A(Bx + u(Bx)) = AB(x + B⁻¹u(Bx))."""
-    if outer.is_linear or np.array_equal(before, np.eye(outer.dim + 1)):
-        return WorldTransform(outer.affine @ before, outer.displacement, outer.lattice)
-    undo = np.linalg.inv(before)
-    turned = np.ascontiguousarray(outer.displacement @ undo[:-1, :-1].T, np.float32)
-    return WorldTransform(outer.affine @ before, turned, undo @ outer.lattice)
