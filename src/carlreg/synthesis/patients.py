@@ -152,15 +152,9 @@ def patient(
     generator_of_linear = 0.04 * (skew - skew.mT) + torch.diag(0.06 * normal(dim))  # rotations, then sizes
     linear = torch.matrix_exp(variation * generator_of_linear)
     shift = 6.0 * variation * normal(dim)
+    lengths, slope = (160.0, 500.0), 0.6 * variation
     waves = tuple(
-        Waves.random(
-            1,
-            dim,
-            wavelength=(160.0, 500.0),
-            slope=0.6 * variation,
-            generator=generator,
-            dtype=torch.float64,
-        )
+        Waves.random(1, dim, wavelength=lengths, slope=slope, generator=generator, dtype=torch.float64)
         for _ in range(2)
     )
     texture = int(torch.randint(2**31, (), generator=generator))

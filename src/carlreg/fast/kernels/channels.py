@@ -241,11 +241,16 @@ def _normalize_backward(
     tl.store(out + at, result, mask=valid)
 
 
+def tile(channels: int) -> dict[str, int]:
+    """The sides of a tile of features with this number of channels."""
+    width = triton.next_power_of_2(channels)
+    return {"ROWS": max(1, TILE // width), "CHANNELS": width}
+
+
 def _tiles(features: Tensor) -> tuple[int, int, dict[str, int]]:
     """Number of voxels, number of channels, and the sides of a tile."""
     channels = features.shape[1]
-    width = triton.next_power_of_2(channels)
-    return features.numel() // channels, channels, {"ROWS": max(1, TILE // width), "CHANNELS": width}
+    return features.numel() // channels, channels, tile(channels)
 
 
 def _parts(rows: int, tile: dict[str, int]) -> tuple[int, int]:

@@ -16,10 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from carlreg.fast.kernels.channels import sum_channels
-
-TILE = 4096
-"""Numbers that a program processes at a time."""
+from carlreg.fast.kernels.channels import sum_channels, tile
 
 
 @triton.jit
@@ -141,9 +138,9 @@ class _Weave(torch.autograd.Function):
         kinds = kinds.movedim(1, -1).contiguous()
         batch, coarse_channels, *shape = coarse.shape
         out = kinds.new_empty(batch, *(2 * n for n in shape), len(bias))
-        rows, tile = out.numel() // len(bias), _tile(len(bias))
-        grid = (triton.cdiv(rows, tile["ROWS"]),)
-        _weave[grid](kinds, coarse, bias, out, rows, *shape, coarse_channels, len(bias), **tile)
+        rows, sides = out.numel() // len(bias), tile(len(bias))
+        grid = (triton.cdiv(rows, sides["ROWS"]),)
+        _weave[grid](kinds, coarse, bias, out, rows, *shape, coarse_channels, len(bias), **sides)
         ctx.coarse, ctx.kinds = coarse.shape, kinds.shape
         return out.movedim(-1, 1)
 
@@ -152,18 +149,12 @@ class _Weave(torch.autograd.Function):
         gradient = gradients[0].movedim(1, -1).contiguous()
         batch, coarse_channels, *shape = ctx.coarse
         channels = gradient.shape[-1]
-        tile = _tile(channels)
+        sides = tile(channels)
         by_kinds = gradient.new_empty(ctx.kinds)
         rows = by_kinds.numel() // channels
-        _unweave[(triton.cdiv(rows, tile["ROWS"]),)](gradient, by_kinds, rows, *shape, channels, **tile)
+        _unweave[(triton.cdiv(rows, sides["ROWS"]),)](gradient, by_kinds, rows, *shape, channels, **sides)
         by_coarse = gradient.new_zeros(batch, *shape, coarse_channels)
         rows = by_coarse.numel() // coarse_channels
-        _gather[(triton.cdiv(rows, tile["ROWS"]),)](
-            gradient, by_coarse, rows, *shape, coarse_channels, channels, **tile
-        )
+        grid = (triton.cdiv(rows, sides["ROWS"]),)
+        _gather[grid](gradient, by_coarse, rows, *shape, coarse_channels, channels, **sides)
         return by_kinds.movedim(-1, 1), by_coarse.movedim(-1, 1), sum_channels(gradient.movedim(-1, 1))
-
-
-def _tile(channels: int) -> dict[str, int]:
-    width = triton.next_power_of_2(channels)
-    return {"ROWS": max(1, TILE // width), "CHANNELS": width}
