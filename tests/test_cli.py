@@ -364,7 +364,7 @@ def test_bad_masks_labels_and_landmarks(place: Path, tmp_path: Path, run: Run) -
     refused(run, pair(place, out, "--fixed-seg", place / "fixed_seg.nii.gz"), "without moving_seg")
     both = ["--fixed-landmarks", tmp_path / "one.csv", "--moving-landmarks"]
     refused(run, pair(place, out, *both, tmp_path / "two.csv"), "shapes (1, 3) and (2, 3); expected the same")
-    refused(run, pair(place, out, *both, tmp_path / "no.csv"), "no.csv, line 2: '1,two,3' is no point")
+    refused(run, pair(place, out, *both, tmp_path / "no.csv"), "no.csv, line 2: '1,two,3' is not a point")
     assert not out.exists()
 
 
