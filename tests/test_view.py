@@ -254,6 +254,19 @@ def test_a_damaged_report_leaves_the_results(tmp_path: Path) -> None:
     assert np.allclose(scene.match(np.ones(3))["moving"]["lps"], expected)
 
 
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "x" * 5000, 5, None, ["a"], "/proc/1/root/x", "\x1b[31m"])
+def test_odd_paths_in_the_report_become_notes(tmp_path: Path, path: object) -> None:
+    out = save(tmp_path)
+    content = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    content["inputs"]["fixed"]["path"] = path
+    (out / "report.json").write_text(json.dumps(content), encoding="utf-8")
+    scene = viewer.load_scene(out)
+    assert set(scene.images) == {"warped", "moving", "fixed_labels", "moving_labels"}
+    (note,) = scene.notes
+    assert note.startswith("the fixed image")
+    assert note.isprintable()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs symbolic links")
 @pytest.mark.parametrize("name", ["transform.h5", "warped.nii.gz", "report.html"])
 def test_results_that_are_links_need_trust(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:

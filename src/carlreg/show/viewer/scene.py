@@ -164,7 +164,7 @@ class _Loader:
         if isinstance(recorded, str):
             paths = [self.folder / recorded, self.folder / Path(recorded).name, *paths]
         # Even a look at a Windows share sends the user's credentials to its host.
-        return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and path.exists()]
+        return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and os.path.exists(path)]
 
     def read_input(self, path: Path, entry: InputRecord, labels: bool) -> Image:
         """Read an input if its checksums or the user allow it."""
