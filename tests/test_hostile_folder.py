@@ -117,7 +117,6 @@ def test_a_link_out_of_the_folder_is_not_followed(hostile: Hostile) -> None:
     assert hostile.leaks("c") == []
 
 
-@pytest.mark.xfail(reason="the readers still follow detached voxels")
 def test_voxels_outside_the_folder_are_not_read(hostile: Hostile) -> None:
     assert hostile.leaks("e") == []
 
