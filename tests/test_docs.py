@@ -160,9 +160,9 @@ def test_the_website_has_every_page_and_what_pages_link_to(tmp_path: Path) -> No
     assert sorted(nav) == sorted([*map(name_of, GUIDES), "CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md"])
     for name in nav:
         assert (tmp_path / name).is_file(), f"mkdocs.yml names {name}, to which no page leads"
-    source = (tmp_path / "src/carlreg/fast/attention.py.md").read_text(encoding="utf-8")
-    assert read("src/carlreg/fast/attention.py") in source
-    assert "](../src/carlreg/fast/attention.py.md)" in (tmp_path / "docs/paper.md").read_text(encoding="utf-8")
+    source = (tmp_path / "src/carlreg/fast/kernels/attention.py.md").read_text(encoding="utf-8")
+    assert read("src/carlreg/fast/kernels/attention.py") in source
+    assert "](../src/carlreg/fast/kernels/attention.py.md)" in (tmp_path / "docs/paper.md").read_text(encoding="utf-8")
     for page in (path for path in PAGES if (tmp_path / name_of(path)).exists()):
         written = tmp_path / name_of(page)
         for link in LINK.findall(without_code(written.read_text(encoding="utf-8"))):
