@@ -129,7 +129,7 @@ def _logging_to_stderr() -> Iterator[None]:
 
 
 def _with_dashes(word: str) -> str:
-    """Spell an option with dashes: scripts written for other tools say `--io_iterations`."""
+    """Spell an option with dashes: scripts for other tools use `--io_iterations`."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from carlreg.files.images import Image
     from carlreg.files.world_transform import ItkTransform, WorldTransform
 
+LOGGER = logging.getLogger("carlreg")
+
 
 def _set_level(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
     """Set the log level as soon as --quiet or --verbose is parsed: a command only has to declare the two options."""
     if value:
         if context.params.get("verbose" if parameter.name == "quiet" else "quiet"):
             raise typer.BadParameter("--quiet and --verbose exclude each other; give only one of them")
-        logging.getLogger("carlreg").setLevel(logging.ERROR if parameter.name == "quiet" else logging.DEBUG)
+        LOGGER.setLevel(logging.ERROR if parameter.name == "quiet" else logging.DEBUG)
     return value
 
 
@@ -60,23 +62,23 @@ class Stopped(BaseException):
         self.code = 128 + number
 
 
-def set_loudness(quiet: bool, verbose: bool) -> None:
-    """Does nothing: `Quiet` and `Verbose` set the log level themselves. To be removed once no command calls it."""
-
-
-def say(text: str, quiet: bool = False) -> None:
-    """Print a line on stderr."""
-    if not quiet:
+def message(text: str, *, always: bool = False) -> None:
+    """Print a line on stderr, unless --quiet was given and it is not `always` printed."""
+    if always or not is_quiet():
         typer.echo(f"carl: {text}", err=True)
+
+
+def is_quiet() -> bool:
+    return not LOGGER.isEnabledFor(logging.WARNING)
 
 
 def print_error(error: BaseException, subject: str = "") -> None:
     """Print an error on stderr: one line if the user can act on it, the traceback if it is a bug or with --verbose."""
-    message = user_message(error)
-    if message is None or logging.getLogger("carlreg").isEnabledFor(logging.DEBUG):
+    text = user_message(error)
+    if text is None or LOGGER.isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
-    prefix = f"{subject}: " if subject else ""
-    say(f"{prefix}{message or f'this is a bug ({type(error).__name__}); please report it with the traceback above'}")
+    text = text or f"this is a bug ({type(error).__name__}); please report it with the traceback above"
+    message(f"{subject}: {text}" if subject else text, always=True)
 
 
 class Progress:
@@ -85,7 +87,7 @@ class Progress:
     def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar, self._task = bar, task
 
-    def say(self, text: str) -> None:
+    def start(self, text: str) -> None:
         """Show the name of the next task, whose length is unknown."""
         if self._bar is not None:
             self._bar.update(self._task, description=text, completed=0, total=None)
@@ -96,9 +98,9 @@ class Progress:
 
 
 @contextmanager
-def working(text: str, quiet: bool) -> Iterator[Progress]:
-    """Show a progress bar on stderr until the work is done; no bar if `quiet` or if stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+def working(text: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr until the work is done, unless --quiet was given or stderr is not a terminal."""
+    if is_quiet() or not sys.stderr.isatty():
         yield Progress()
         return
     from rich.console import Console

@@ -47,7 +47,7 @@ def convert(
     check_new(target, overwrite)
     from carlreg.files import images, transform_files
 
-    with working("converting", quiet):
+    with working("converting"):
         if not is_transform(source):
             images.write(images.read(source), target, overwrite=overwrite)
             return

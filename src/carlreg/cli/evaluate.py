@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from carlreg.cli._shared import Overwrite, Quiet, Verbose, say
+from carlreg.cli._shared import Overwrite, Quiet, Verbose, message
 from carlreg.errors import InputError
 from carlreg.files.atomic import refuse_result
 
@@ -105,7 +105,7 @@ def evaluate(
         result.write(out, overwrite=overwrite)
     failed = sum(bool(scores.failures) for scores in result.scores)
     if failed:
-        say(f"{failed} of {len(result.scores)} failed, see above")
+        message(f"{failed} of {len(result.scores)} failed, see above", always=True)
         raise typer.Exit(1)
 
 
@@ -188,7 +188,7 @@ def _report(scores: Scores) -> None:
     from carlreg.evaluation.scores import FIGURES
 
     for text in scores.failures:
-        say(f"{scores.pair} by {scores.method}: {text}")
+        message(f"{scores.pair} by {scores.method}: {text}", always=True)
     if sys.stderr.isatty():
         figures = [f"{FIGURES[key]} {_text(value)}" for key, value in scores.figures.items() if value == value]
         print(f"{scores.method}, {scores.pair}: {', '.join(figures)}", file=sys.stderr)

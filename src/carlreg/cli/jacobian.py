@@ -38,7 +38,7 @@ def jacobian(
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
-    with working("determinants", quiet):
+    with working("determinants"):
         world = read_transform(transform)
         grid = read_reference(reference, transform, world)
         if grid.dim != world.dim:

@@ -11,17 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from carlreg.cli._options import expand
-from carlreg.cli._shared import (
-    IMAGES,
-    Overwrite,
-    Quiet,
-    Verbose,
-    check_new,
-    print_error,
-    say,
-    set_loudness,
-    working,
-)
+from carlreg.cli._shared import IMAGES, Overwrite, Quiet, Verbose, check_new, message, print_error, working
 from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
 
@@ -87,7 +77,6 @@ def register(
     The folder gets warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json, report.html, and
     warped_seg.nii.gz if the moving image has labels.
     """
-    set_loudness(quiet, verbose)
     alone = inputs.sources() | {"transform_out": transform_out, "warped_moving_out": warped_moving_out}
     if pairs is not None:
         given = [name for name, value in alone.items() if value is not None]
@@ -96,7 +85,7 @@ def register(
             raise typer.BadParameter(f"--{name} was given with --pairs; expected it in the table of pairs")
         if out is None:
             raise typer.BadParameter("--pairs was given without --out; expected a folder for the pairs' folders")
-        return _many(pairs, out, model, options, overwrite, quiet, html)
+        return _many(pairs, out, model, options, overwrite, html)
     if inputs.fixed is None or inputs.moving is None:
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of them")
     if out is None and transform_out is None and warped_moving_out is None:
@@ -105,7 +94,7 @@ def register(
         check_new(transform_out, overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
     if warped_moving_out is not None:
         check_new(warped_moving_out, overwrite, IMAGES)
-    _one(inputs, out, transform_out, warped_moving_out, model, options, overwrite, quiet, html)
+    _one(inputs, out, transform_out, warped_moving_out, model, options, overwrite, html)
     return 0
 
 
@@ -117,7 +106,6 @@ def _one(
     model: Any,
     options: RegisterOptions,
     overwrite: bool,
-    quiet: bool,
     html: bool,
 ) -> Report:
     """Register and save a pair."""
@@ -127,16 +115,16 @@ def _one(
 
     if out is not None:
         ResultFolder(out).check_free(overwrite=overwrite)
-    with working("reading", quiet) as progress:
+    with working("reading") as progress:
         steps = _steps(options)
         result = register_pair(
             pair,
             model,
             options,
-            progress=progress.say,
+            progress=progress.start,
             callback=lambda step, _: progress.step(step, max(step, steps)),
         )
-        progress.say("writing")
+        progress.start("writing")
         if out is not None:
             result.save(out, overwrite=overwrite, extra={PAGE: report.page(result)} if html else None)
         if transform_out is not None:
@@ -146,7 +134,7 @@ def _one(
     record = result.record
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look["turned_back"] else ""
     seconds = f"{record.seconds['total']:.0f} s"
-    say(f"{out or transform_out or warped_out}: {turned}{_summary(record.metrics)}{seconds}", quiet)
+    message(f"{out or transform_out or warped_out}: {turned}{_summary(record.metrics)}{seconds}")
     return record
 
 
@@ -177,9 +165,7 @@ def _summary(metrics: Mapping[str, float]) -> str:
 # ---- many pairs -----------------------------------------------------------------------------------------------------
 
 
-def _many(
-    table: Path, out: Path, model: str, options: RegisterOptions, overwrite: bool, quiet: bool, html: bool
-) -> int:
+def _many(table: Path, out: Path, model: str, options: RegisterOptions, overwrite: bool, html: bool) -> int:
     """Register every pair of the table with one model; the exit code is 1 if any of them failed."""
     from carlreg.files.tables import read_pairs
 
@@ -193,13 +179,13 @@ def _many(
         out,
         loaded,
         options,
-        register=lambda inputs, folder: _one(inputs, folder, None, None, loaded, options, overwrite, quiet, html),
+        register=lambda inputs, folder: _one(inputs, folder, None, None, loaded, options, overwrite, html),
         overwrite=overwrite,
-        started=lambda name: say(f"pair {next(numbers)} of {len(pairs)}: {name}", quiet),
+        started=lambda name: message(f"pair {next(numbers)} of {len(pairs)}: {name}"),
         failed=print_error,
     )
     count = Counter(row.status for row in rows)
     failed = ", ".join(row.name for row in rows if row.status == "failed")
     counts = f"{count['done']} pairs done, {count['was done']} were done already"
-    say(f"{counts}, {count['failed']} failed: {failed}" if failed else counts, quiet and not failed)
+    message(f"{counts}, {count['failed']} failed: {failed}" if failed else counts, always=bool(failed))
     return 1 if failed else 0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from carlreg.cli._shared import Quiet, Stopped, Verbose, say
+from carlreg.cli._shared import Quiet, Stopped, Verbose, message
 
 
 def view(
@@ -34,11 +34,11 @@ def view(
 
     with viewer.serve(folder, port=port, trust=trust) as server:
         for note in server.scene.notes:
-            say(note, quiet)
-        say(f"serving {folder} at {server.url} until Ctrl-C")
+            message(note)
+        message(f"serving {folder} at {server.url} until Ctrl-C", always=True)
         if not no_browser and not viewer.open_browser(server.url):
-            say("no browser could be opened; open the address yourself, on this machine", quiet)
+            message("no browser could be opened; open the address yourself, on this machine")
         try:
             server.serve_forever()
         except Stopped:
-            say("stopped", quiet)
+            message("stopped")

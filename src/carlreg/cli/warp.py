@@ -16,9 +16,9 @@ from carlreg.cli._shared import (
     Transforms,
     Verbose,
     check_new,
+    message,
     read_reference,
     read_transform,
-    say,
     working,
 )
 from carlreg.errors import InputError
@@ -48,7 +48,7 @@ def warp(
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
-    with working("reading", quiet) as progress:
+    with working("reading") as progress:
         source = images.read_labels(image) if labels else images.read(image)
         if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
             raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
@@ -61,7 +61,7 @@ def warp(
             raise InputError(f"{sides}; expected the same")
         nearest = labels or interpolation == "nearest"
         if not nearest and images.looks_like_labels(source):
-            say(f"{image} looks like a label map; if it is one, give --labels", quiet)
-        progress.say("warping")
+            message(f"{image} looks like a label map; if it is one, give --labels")
+        progress.start("warping")
         warped = world_transform.apply(mapping, source, grid, "nearest" if nearest else "linear", outside)
         images.write(warped, out, overwrite=overwrite)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from carlreg.cli._shared import Overwrite, Quiet, Side, Transforms, Verbose, check_new, read_transform, say
+from carlreg.cli._shared import Overwrite, Quiet, Side, Transforms, Verbose, check_new, message, read_transform
 from carlreg.errors import InputError
 
 
@@ -49,7 +49,7 @@ def warp_points(
         moved, residual = world_transform.invert_points(mapping, source.positions)
         doubtful = int((~(residual < 0.1)).sum())
         if doubtful:
-            say(f"{doubtful} of {len(moved)} points lie outside the fixed image, or where the transform folds", quiet)
+            message(f"{doubtful} of {len(moved)} points lie outside the fixed image, or where the transform folds")
     else:
         raise InputError(f"{transform[0]} cannot be inverted; give the transform of the other direction, --from fixed")
     if not np.isfinite(moved).all():
