@@ -22,6 +22,8 @@ from carlreg.errors import CarlError, ExistsError, OutputError
 PathLike = str | os.PathLike[str]
 SUFFIX = ".carl-tmp"
 """The end of every staging folder's name; nothing else is ever swept."""
+FILES = "files"
+"""The name that `write_together` stages under."""
 STAGED = re.compile(r"[/\\]\.[^/\\]*\.[0-9a-f]{8}\.carl-tmp(?:[/\\](?:new|old))?(?=[/\\])")
 
 
@@ -64,7 +66,7 @@ def write_together(folder: PathLike, names: Collection[str], *, last: str, overw
     target = Path(os.path.realpath(folder))
     with _named(folder), _locked(target):
         refuse_result(folder, last, overwrite)
-        with _staging(target, "files") as staging:
+        with _staging(target, FILES) as staging:
             new, old = staging / "new", staging / "old"
             new.mkdir()
             old.mkdir()
@@ -92,8 +94,12 @@ def refuse_existing(path: PathLike, overwrite: bool) -> None:
 
 
 def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
-    """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten."""
+    """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten.
+
+    What killed writers have left in the folder is removed.
+    """
     target = Path(folder)
+    _sweep(target, FILES)
     if target.exists() and not target.is_dir():
         raise ExistsError(f"{target} is a file; expected a folder for the results: choose another name")
     if (target / last).exists() and not overwrite:
@@ -119,22 +125,30 @@ def only_writer(folder: PathLike, busy: Exception) -> Iterator[None]:
 
 @contextmanager
 def _staging(folder: Path, name: str) -> Iterator[Path]:
-    """Make a hidden folder for one writer of `name`, locked while it is in use. Leftovers of killed ones go first."""
-    start = f".{name[:50]}."  # file names have at most 255 bytes
-    for leftover in folder.glob(f"{glob.escape(start)}*{SUFFIX}"):
-        with suppress(OSError), _lock(leftover, wait=False) as locked:
-            if locked:
-                shutil.rmtree(leftover, ignore_errors=True)
+    """Make a hidden folder for one writer of `name`, locked while it is in use."""
+    _sweep(folder, name)
     with ExitStack() as stack:
 
         def make() -> Path:
-            staging = folder / f"{start}{secrets.token_hex(4)}{SUFFIX}"
+            staging = folder / f"{_start(name)}{secrets.token_hex(4)}{SUFFIX}"
             staging.mkdir()
             return staging
 
         staging = _make_and_lock(stack, make)
         stack.callback(shutil.rmtree, staging, ignore_errors=True)
         yield staging
+
+
+def _start(name: str) -> str:
+    return f".{name[:50]}."  # file names have at most 255 bytes
+
+
+def _sweep(folder: Path, name: str) -> None:
+    """Remove the staging folders of killed writers of `name`."""
+    for leftover in folder.glob(f"{glob.escape(_start(name))}*{SUFFIX}"):
+        with suppress(OSError), _lock(leftover, wait=False) as locked:
+            if locked:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

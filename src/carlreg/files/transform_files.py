@@ -5,6 +5,7 @@ SimpleITK is imported where it is used.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -157,6 +158,28 @@ def _parts(transform: WorldTransform) -> list[_Part]:
     return [_Part(f"CompositeTransform_double_{dim}_{dim}"), affine, field]
 
 
+class _File(io.FileIO):
+    """A file for HDF5, which crashes if a write fails: the first error is kept, and what follows is not written."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        try:
+            while rest and self.error is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            super().truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        return size or 0
+
+
 def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
     """ITK's HDF5 file, with the displacements as float32: SimpleITK writes float64 only."""
     try:
@@ -164,14 +187,17 @@ def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
     except ImportError as error:
         raise DependencyError("transform files (.h5) need h5py: pip install h5py") from error
     text = h5py.string_dtype("ascii")  # ITK does not read UTF-8
-    with h5py.File(path, "w") as file:
-        for name, version in (("ITKVersion", "5.4.0"), ("HDFVersion", "1.8.0")):
-            file.create_dataset(name, data=[version], dtype=text)
-        for number, part in enumerate(parts):
-            group = file.create_group(f"TransformGroup/{number}")
-            group.create_dataset("TransformType", data=[part.kind], dtype=text)
-            if part.parameters is not None and part.fixed is not None:
-                group["TransformFixedParameters"], group["TransformParameters"] = part.fixed, part.parameters
+    with _File(path, "w+") as stream:
+        with h5py.File(stream, "w") as file:
+            for name, version in (("ITKVersion", "5.4.0"), ("HDFVersion", "1.8.0")):
+                file.create_dataset(name, data=[version], dtype=text)
+            for number, part in enumerate(parts):
+                group = file.create_group(f"TransformGroup/{number}")
+                group.create_dataset("TransformType", data=[part.kind], dtype=text)
+                if part.parameters is not None and part.fixed is not None:
+                    group["TransformFixedParameters"], group["TransformParameters"] = part.fixed, part.parameters
+        if stream.error is not None:
+            raise stream.error
 
 
 def _text(parts: Sequence[_Part]) -> bytes:

@@ -62,6 +62,7 @@ def register_cohort(
         if pair.name.lower() == SUMMARY:
             raise InputError(f"invalid name {pair.name!r}: the summary of all pairs has this name; choose another one")
         folder, inputs = ResultFolder(out / pair.name), PairInputs(**pair.files())
+        folder.check_free(overwrite=True)
         if folder[REPORT].is_file() and not overwrite:
             checksums = {name: checksum(path) for name, path in pair.files().items()}
             if different := folder.differences(make_request(model, options, checksums)):
