@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from carlreg.errors import ExistsError, InputError
 from carlreg.files import images, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, map_points
@@ -115,7 +116,7 @@ def make_pair(seed: int = 0, size: int = 128, *, shift: tuple[float, float, floa
     inside their frame, in mm.
     """
     if size < 16:
-        raise ValueError(f"size is {size}; expected at least 16 voxels from side to side")
+        raise InputError(f"size is {size}; expected at least 16 voxels from side to side")
     shape, spacing = (size, size, 3 * size // 4), WIDTH / size
     third = shape[2] * spacing / 3
     fixed = patient(2 * seed).moved((0, 0, third / 2 - MIDDLE))
@@ -147,7 +148,7 @@ def run(
     folder = Path(out)
     taken = [path for path in (folder / SUMMARY, *(folder / name for name in CASES)) if path.exists()]
     if taken and not overwrite:
-        raise FileExistsError(f"{folder} already holds {taken[0].name}; choose another folder, or allow overwriting")
+        raise ExistsError(f"{folder} already holds {taken[0].name}; choose another folder, or allow overwriting")
     started = time.perf_counter()
     report: dict[str, Any] = {"seed": seed, "size": size, "quick": quick, "shift_mm": list(SHIFT)}
     pairs: dict[str, Pair] = {}

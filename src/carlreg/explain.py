@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from carlreg.errors import DependencyError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files.images import Image, Matrix, as_image, map_points
 from carlreg.geometry.grids import Grid, fine_to_coarse, pool, pooled_shape
@@ -33,7 +34,7 @@ def find_attention(model: RegistrationAlgorithm) -> tuple[CoordinateAttention, l
         if isinstance(here, Downsample):
             poolings.append(here)
         elif not isinstance(here, TwoStep | Augmented):
-            raise ValueError(f"the model begins with {type(here).__name__}; expected one with coordinate attention")
+            raise InputError(f"the model begins with {type(here).__name__}; expected one with coordinate attention")
         here = here.phi
     return here, poolings
 
@@ -129,7 +130,7 @@ class Explanation:
         rounded = np.rint(index).astype(int)
         if ((rounded < 0) | (rounded >= np.array(level.shape))).any():
             given = ", ".join(f"{x:g}" for x in point)
-            raise ValueError(
+            raise InputError(
                 f"the point ({given}) lies outside of what the network sees of {self.fixed.name}; expected LPS "
                 "millimetres of a point in it"
             )
@@ -190,7 +191,7 @@ def explain(
     place = choose_device(device)
     loaded = load_model(model, place)
     if loaded.searches_rotation:
-        raise ValueError("model is 'auto', which is no model by itself; expected carl-base, or another model")
+        raise InputError("model is 'auto', which is no model by itself; expected carl-base, or another model")
     f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, place)
     return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)
 
@@ -264,7 +265,7 @@ def probe(
     if wanted is None:
         wanted = sorted({int(n) for n in maps[0].unique()} & {int(n) for n in maps[1].unique()} - {0})
     if not len(wanted):
-        raise ValueError("the two label maps have no label in common; expected some to train a probe on")
+        raise InputError("the two label maps have no label in common; expected some to train a probe on")
     trained = Probe.fit(encode(inside.xi, inside.moving).cpu(), maps[0], wanted)
     features = encode(inside.xi, inside.fixed).cpu()
     return trained, trained.heat(features), dice(trained.segment(features), maps[1], list(wanted))
@@ -376,7 +377,7 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'carlreg[plots]'") from error
+        raise DependencyError("pictures need matplotlib: pip install 'carlreg[plots]'") from error
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * rows + 0.4), layout="constrained")
     plots = figure.subplots(rows, columns, squeeze=False)
     for plot in plots.ravel():

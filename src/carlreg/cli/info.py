@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from carlreg.cli._shared import Quiet, Verbose
+from carlreg.errors import InputError
 from carlreg.files.results import REPORT, ResultFolder
 
 
@@ -20,7 +21,7 @@ def info(
 ) -> None:
     """Say what a file or folder is."""
     if not path.exists():
-        raise ValueError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
+        raise InputError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
     from carlreg.cli.convert import is_transform
 
     if (result := ResultFolder(path)).holds_registration():

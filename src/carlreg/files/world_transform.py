@@ -173,7 +173,7 @@ def to_world(
         unit = torch.from_numpy(map_points(world_to_unit, points)).reshape(1, -1, fixed.dim)
         moved = precise(unit)
         if len(moved) != 1:
-            raise ValueError(f"phi holds a batch of {len(moved)} maps; expected one: use phi[0:1]")
+            raise InputError(f"phi holds a batch of {len(moved)} maps; expected one: use phi[0:1]")
         return map_points(unit_to_world, moved.numpy().reshape(points.shape))
 
     return sample(world, grid or fixed, affine)
@@ -420,13 +420,13 @@ def apply(
     >>> warped = apply(T, moving, like=fixed)
     """
     if interpolation not in ("linear", "nearest"):
-        raise ValueError(f"unknown interpolation {interpolation!r}; expected 'linear' or 'nearest'")
+        raise InputError(f"unknown interpolation {interpolation!r}; expected 'linear' or 'nearest'")
     result = np.empty(like.shape, image.data.dtype)
     whole = result.dtype.kind in "iu"
     if outside is None:
         outside = min(0, image.data.min().item())
     if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
-        raise ValueError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
+        raise InputError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
     world_to_index, sides = np.linalg.inv(image.affine), np.array(image.shape)
     for box, points in slabs(like):
         index = map_points(world_to_index, transform(points))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from carlreg.errors import InputError
 from carlreg.files.atomic import write_atomically
 from carlreg.model.algorithms import (
     ClosedFormXi,
@@ -35,7 +36,7 @@ LATER = {"handed": 0}
 PARTS: dict[str, type[nn.Module]] = {part.__name__: part for part in (*STEPS, Encoder, Symmetrized, UNet)}
 
 
-class ModelFileError(ValueError):
+class ModelFileError(InputError):
     """A file that is not a model, or not one that this version can read."""
 
 
@@ -87,7 +88,7 @@ def save(
     tensors = {}
     for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} holds values that are not finite; the file was not written")
+            raise InputError(f"{name} holds values that are not finite; the file was not written")
         narrow = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         # A variance, say, may be too large for half floats.
         tensors[name] = (narrow if bool(torch.isfinite(narrow).all()) else tensor).contiguous().cpu()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.model.algorithms import (
     CoordinateAttention,
     Downsample,
@@ -33,11 +34,11 @@ def from_icon(state_dict: Mapping[str, Tensor]) -> RegistrationAlgorithm:
         if not bare.endswith("identity_map") and not bare.startswith("similarity"):
             weights[bare] = tensor
     if not weights:
-        raise ValueError("the state dict holds no weights; expected one from icon_registration")
+        raise InputError("the state dict holds no weights; expected one from icon_registration")
     try:
         return _icon_module(weights).eval()
     except (KeyError, RuntimeError) as error:
-        raise ValueError(f"the state dict does not fit a network of icon_registration: {error}") from error
+        raise InputError(f"the state dict does not fit a network of icon_registration: {error}") from error
 
 
 def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
@@ -59,9 +60,9 @@ def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
         else:  # FunctionFromVectorField, AttentionRegistration
             module, wraps = CoordinateAttention(encoder), wraps - 2
     else:
-        raise ValueError(f"unknown parts {sorted(heads)} in the state dict; expected a network of icon_registration")
+        raise InputError(f"unknown parts {sorted(heads)} in the state dict; expected a network of icon_registration")
     if wraps < 0:
-        raise ValueError("the state dict is of a bare network; expected that of a whole registration network")
+        raise InputError("the state dict is of a bare network; expected that of a whole registration network")
     for _ in range(wraps):
         module = Downsample(module, aligned=False)
     return module

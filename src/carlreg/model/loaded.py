@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from carlreg.errors import InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
@@ -57,11 +58,11 @@ AUTO = "auto"
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
     if model == AUTO:
-        raise ValueError(f"{AUTO!r} is {DEFAULT} after a look at the scans, and no model by itself; expected {DEFAULT}")
+        raise InputError(f"{AUTO!r} is {DEFAULT} after a look at the scans, and no model by itself; expected {DEFAULT}")
     stem = SHORT.get(os.fspath(model), os.fspath(model))
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
-        raise ValueError(
+        raise InputError(
             f"no model {os.fspath(model)!r}; expected the path of a model file, or one of {', '.join(available())}"
         )
     return path
@@ -100,7 +101,7 @@ def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
     """The millimetres of the cubic voxels that a model wants, by what its file says; None where it stretches images."""
     found = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
     if found and (len(found) != 1 or not 0 < found[0] < np.inf or "grid" not in about):
-        raise ValueError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
+        raise InputError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
     return found[0] if found else None
 
 
@@ -108,7 +109,7 @@ def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:
     """The Hounsfield units that a model was trained with, by what its file says."""
     found = _numbers(about, "ct_range", path, "two Hounsfield units such as '-1000 1000'") or CT_RANGE
     if len(found) != 2 or not found[0] < found[1]:
-        raise ValueError(f"{path} says its ct_range is {about['ct_range']!r}; expected a lower and a higher number")
+        raise InputError(f"{path} says its ct_range is {about['ct_range']!r}; expected a lower and a higher number")
     return found[0], found[1]
 
 
@@ -117,4 +118,4 @@ def _numbers(about: Mapping[str, str], name: str, path: Path, expected: str) -> 
     try:
         return tuple(float(word) for word in about.get(name, "").split())
     except ValueError as error:
-        raise ValueError(f"{path} says its {name} is {about[name]!r}; expected {expected}") from error
+        raise InputError(f"{path} says its {name} is {about[name]!r}; expected {expected}") from error

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from carlreg import preparation
+from carlreg.errors import InputError
 from carlreg.files import images, orientation
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, ImageError
@@ -67,7 +68,7 @@ def choose_grid(cases: Sequence[Case], sides: Sequence[int] | None = None) -> tu
     """The network's grid: the sides given (one is repeated for every axis), or the images' median ones, up to 96
     voxels in 3-D and 256 in 2-D."""
     if sides is not None and min(sides) < preparation.LEAST_SIDE:
-        raise ValueError(f"the grid is {tuple(sides)}; expected sides of at least {preparation.LEAST_SIDE}")
+        raise InputError(f"the grid is {tuple(sides)}; expected sides of at least {preparation.LEAST_SIDE}")
     if sides is None:
         shapes = list(_shapes(cases[:: max(1, len(cases) // SURVEYED)]))
         dim = len(shapes[0])
@@ -75,7 +76,7 @@ def choose_grid(cases: Sequence[Case], sides: Sequence[int] | None = None) -> tu
         return tuple(min(median_low(axis), LARGEST_SIDE[dim]) for axis in zip(*same, strict=True))
     dim = dimension(cases)
     if len(sides) not in (1, dim):
-        raise ValueError(
+        raise InputError(
             f"the grid has {len(sides)} sides but {cases[0].image} is {dim}-D; expected {dim} sides, or one"
         )
     return tuple(sides) * dim if len(sides) == 1 else tuple(sides)
