@@ -1,7 +1,7 @@
-"""Images of another contrast: of a scan by a random curve, of a label map by a random intensity for each structure.
+"""Random contrast: of a scan by a random intensity curve, of a label map by a random intensity for each structure.
 
-A network that sees such images, while its loss is computed on the true ones, learns to look at shapes and not at
-intensities. All random numbers come from the generator, on its device: a GPU's is many times faster for whole volumes.
+A network that is trained on such images, with a loss on the original ones, learns to use shapes instead of intensities.
+All random numbers come from the generator, on its device; for whole volumes a GPU is many times faster.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from carlreg.synthesis.pairs import blurred
+
 KNOTS = (3, 6)
-"""Of a curve of contrast, at least and at most, its ends among them."""
+"""Minimum and maximum number of knots of an intensity curve, including its ends."""
 BLACK_STAYS = 0.85
-"""Share of images in which black stays black, as the background of CT and MRI does."""
+"""Fraction of images in which black stays black, like the background of CT and MRI."""
 BIAS, NOISE = 0.35, 0.04
-"""At most: the logarithm of the bias field, as a standard deviation, and the standard deviation of the noise."""
+"""Maximum standard deviations of the bias field's logarithm and of the noise."""
 WAVES = 4
-"""Cosines along each axis that a bias field is made of, the constant one among them."""
+"""Number of cosines along each axis in a bias field, including the constant one."""
 STEPS = 256
 """Intensities at which a curve is tabulated."""
 
 
 def random_contrast(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images (B, C, *shape) from 0 to 1, each with its intensities changed by a piecewise linear curve of 3 to 6 random
-    knots, shaded by a smooth bias field and covered with noise; from 0 to 1 again.
+    """Apply a piecewise linear curve with 3 to 6 random knots, a smooth bias field and noise to each image.
 
-    >>> seen = random_contrast(images, torch.Generator(images.device).manual_seed(0))
+    Images are (B, C, *shape), from 0 to 1, and so is the result.
+
+    >>> inputs = random_contrast(images, torch.Generator(images.device).manual_seed(0))
     """
     if not images.is_floating_point():
         raise TypeError(f"the images have dtype {images.dtype}; expected floating point, from 0 to 1")
@@ -34,23 +37,23 @@ def random_contrast(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def random_curves(count: int, generator: torch.Generator) -> Tensor:
-    """Piecewise linear curves of random knots from [0, 1] to [0, 1], at 256 equidistant intensities: (count, 256).
+    """Piecewise linear curves from [0, 1] to [0, 1] with random knots, at 256 equidistant intensities: (count, 256).
 
-    Each reaches from 0 to 1, so that some contrast is left in every image.
+    Each has the range 0 to 1, so that every image keeps some contrast.
     """
     device, most = generator.device, KNOTS[1]
-    places = torch.rand(count, most - 2, generator=generator, device=device)
-    knots = torch.randint(KNOTS[0], most + 1, (count, 1), generator=generator, device=device)
-    unused = torch.arange(most - 2, device=device) >= knots - 2
-    places = places.masked_fill(unused, 1.0).sort(dim=1).values  # those that are not used lie at the end
+    knots = torch.rand(count, most - 2, generator=generator, device=device)
+    number = torch.randint(KNOTS[0], most + 1, (count, 1), generator=generator, device=device)
+    unused = torch.arange(most - 2, device=device) >= number - 2
+    knots = knots.masked_fill(unused, 1.0).sort(dim=1).values  # unused knots go to the end
     ends = torch.zeros(count, 1, device=device)
-    places = torch.cat([ends, places, ends + 1], dim=1)
+    knots = torch.cat([ends, knots, ends + 1], dim=1)
     values = torch.rand(count, most, generator=generator, device=device)
     black = torch.rand(count, generator=generator, device=device) < BLACK_STAYS
     values[:, 0] = torch.where(black, 0.0, values[:, 0])
     at = torch.linspace(0, 1, STEPS, device=device).expand(count, -1).contiguous()
-    right = torch.searchsorted(places, at).clamp(1, most - 1)
-    start, end = places.gather(1, right - 1), places.gather(1, right)
+    right = torch.searchsorted(knots, at).clamp(1, most - 1)
+    start, end = knots.gather(1, right - 1), knots.gather(1, right)
     part = ((at - start) / (end - start).clamp(min=1e-6)).clamp(0, 1)
     curves = torch.lerp(values.gather(1, right - 1), values.gather(1, right), part)
     low, high = curves.amin(1, keepdim=True), curves.amax(1, keepdim=True)
@@ -75,14 +78,14 @@ def render(
     texture: float = 0.05,
     plain: bool = False,
 ) -> Tensor:
-    """Images of label maps (B, 1, *shape), each structure in one intensity: those of `colours`, (B, 1 + K) for labels
+    """Render label maps (B, 1, *shape) as images with one intensity per structure: `colours`, (B, 1 + K) for labels
     from 0 to K, or random ones.
 
-    Each is blurred by a standard deviation between the two numbers of `blur`, in voxels and drawn for each axis,
-    shaded and covered with noise, and each structure's intensity varies from place to place by up to `texture`. `plain`
-    images have the smallest blur and nothing else: to compute a loss on.
+    Images are blurred by a Gaussian whose standard deviation, in voxels, is drawn from the range `blur` for each axis.
+    They get a bias field and noise, and texture of up to `texture` within structures. `plain` images have only the
+    smallest blur, to compute a loss on.
 
-    >>> seen = render(labels, generator)
+    >>> inputs = render(labels, generator)
     >>> moving, fixed = (render(map_, generator, colours=colours, plain=True) for map_ in maps)
     """
     batch, dim = len(labels), labels.dim() - 2
@@ -92,27 +95,27 @@ def render(
     colours = colours.to(labels.device)
     image = colours.gather(1, index.flatten(1)).reshape(labels.shape)
     if plain:
-        return _blurred(image, torch.full((batch, dim), blur[0], device=image.device)).clamp(0, 1)
+        return blurred(image, torch.full((batch, dim), blur[0], device=image.device)).clamp(0, 1)
     if texture:
         spread = texture * torch.rand(colours.shape, generator=generator, device=generator.device).to(image)
         grain = torch.randn(image.shape, generator=generator, device=generator.device).to(image)
-        visible = (colours > 0).to(image)  # what is black has no texture
+        visible = (colours > 0).to(image)  # black structures have no texture
         image = image + (spread * visible).gather(1, index.flatten(1)).reshape(labels.shape) * grain
     widths = torch.rand(batch, dim, generator=generator, device=generator.device).to(image)
-    image = _blurred(image, blur[0] + (blur[1] - blur[0]) * widths)
+    image = blurred(image, blur[0] + (blur[1] - blur[0]) * widths)
     return _shade(image, generator)
 
 
 def _apply(curves: Tensor, images: Tensor) -> Tensor:
-    """Tabulated curves (B, n), one for each image, at its intensities."""
-    place = images.clamp(0, 1).flatten(1) * (curves.shape[1] - 1)
-    below = place.floor().clamp(max=curves.shape[1] - 2)
+    """Evaluate tabulated curves (B, n), one for each image, at its intensities."""
+    position = images.clamp(0, 1).flatten(1) * (curves.shape[1] - 1)
+    below = position.floor().clamp(max=curves.shape[1] - 2)
     left = below.long()
-    return torch.lerp(curves.gather(1, left), curves.gather(1, left + 1), place - below).reshape(images.shape)
+    return torch.lerp(curves.gather(1, left), curves.gather(1, left + 1), position - below).reshape(images.shape)
 
 
 def _shade(images: Tensor, generator: torch.Generator) -> Tensor:
-    """With a bias field and noise, both of random strength."""
+    """Apply a bias field and noise of random strength."""
     ones = [1] * (images.dim() - 1)
     strengths = torch.rand(2, len(images), *ones, generator=generator, device=generator.device).to(images)
     noise = torch.randn(images.shape, generator=generator, device=generator.device).to(images)
@@ -123,23 +126,11 @@ def _shade(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _smooth(count: int, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Smooth random functions of standard deviation about 1, sums of products of cosines: (count, 1, *shape)."""
+    """Smooth random functions, sums of products of cosines, with a variance of about 1: (count, 1, *shape)."""
     field = torch.randn(count, 1, *[WAVES] * len(shape), generator=generator, device=generator.device)
     waves = torch.arange(WAVES, device=generator.device)
     for axis, side in enumerate(shape, start=2):
-        place = (torch.arange(side, device=generator.device) + 0.5) / side
-        basis = torch.cos(torch.pi * waves[:, None] * place) / (1 + waves[:, None])
+        centres = (torch.arange(side, device=generator.device) + 0.5) / side
+        basis = torch.cos(torch.pi * waves[:, None] * centres) / (1 + waves[:, None])
         field = (field.movedim(axis, -1) @ basis).movedim(-1, axis)
     return field
-
-
-def _blurred(images: Tensor, widths: Tensor) -> Tensor:
-    """Gaussian blur of these standard deviations in voxels, (B, D)."""
-    for axis in range(2, images.dim()):
-        index = torch.arange(images.shape[axis], device=images.device)
-        gap = (index[:, None] - index).square() / (2 * widths[:, axis - 2, None, None].square())
-        matrix = torch.softmax(-gap, dim=-1)  # (B, n, n), rows that add up to 1
-        rows = images.movedim(axis, -1)
-        moved = rows.reshape(len(rows), -1, rows.shape[-1]) @ matrix.mT
-        images = moved.reshape(rows.shape).movedim(-1, axis)
-    return images.contiguous()

@@ -87,7 +87,7 @@ class _Draw:
         lattice = self.normal(channels, *[cells] * self.dim)
         for axis in range(2, lattice.dim()):  # more points than cells, so that smoothing leaves no creases
             lattice = lattice.repeat_interleave(3, dim=axis)
-        return _blurred(lattice, 1.0)
+        return blurred(lattice, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def _image(
     dark = draw.uniform(1) < 0.85  # in most images air is black, as in CT and MRI
     colours = torch.cat([torch.where(dark, 0.0, colours[:, :1]), colours[:, 1:]], dim=1)
     image = colours.gather(1, labels.flatten(1)).reshape(labels.shape)
-    image = _blurred(image, torch.exp(draw.uniform(dim, low=math.log(0.4), high=math.log(1.6))))  # uneven resolution
+    image = blurred(image, torch.exp(draw.uniform(dim, low=math.log(0.4), high=math.log(1.6))))  # uneven resolution
     image = image * (1 + amount(0.06) * interpolate(draw.smooth(1, max(4, max(shape) // 5)), grid))
     image = image * torch.exp(amount(0.35) * interpolate(draw.smooth(1, 3), grid))  # a coil's bias field
     image = image + amount(0.05) * draw.normal(1, *shape)
@@ -169,7 +169,7 @@ def _length(vectors: Tensor) -> Tensor:
     return vectors.square().sum(dim=-1).sqrt()
 
 
-def _blurred(image: Tensor, width: float | Tensor) -> Tensor:
+def blurred(image: Tensor, width: float | Tensor) -> Tensor:
     """Gaussian blur with a standard deviation in voxels: a number, or (B, D)."""
     batch, dim = len(image), image.dim() - 2
     widths = torch.as_tensor(width, device=image.device).expand(batch, dim)
