@@ -391,5 +391,5 @@ def test_real_gifs_against_pillow() -> None:
 def test_every_dataset_has_the_same_doors() -> None:
     for name in DATASETS:
         module = importlib.import_module(f"carlreg.paper_data.{name}")
-        for door in ("check", "pairs", "subjects", "preprocess", "LABELS", "GRID", "DATASET"):
+        for door in ("check", "pairs", "subjects", "preprocess", "LABELS", "DATASET"):
             assert hasattr(module, door), (name, door)

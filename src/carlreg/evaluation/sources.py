@@ -112,11 +112,9 @@ def _reported_pairs(root: Path) -> list[Pair]:
     """A pair for each report, named after its folder within `root`."""
     pairs = []
     for folder in find_results(root):
-        inputs = _report(folder).inputs
-        files: dict[str, Any] = {name: Path(record.path) for name, record in inputs.items() if record.path}
-        for side in SIDES:
-            files.setdefault(side, folder[f"{side} image, given in memory"])
-        files = {name: path for name, path in files.items() if name in FILES}
+        files: dict[str, Any] = {side: folder[f"{side} image, given in memory"] for side in SIDES}
+        inputs = _report(folder).inputs.items()
+        files |= {name: Path(record.path) for name, record in inputs if record.path and name in FILES}
         pairs.append(Pair(str(folder.path.relative_to(root)), **files))
     return pairs
 
@@ -240,12 +238,8 @@ def by_model(
         if dataset.prepare is None:
             return ready
         if ready.grid is not None and not ready.keeps_margins:
-            log.warning(
-                "%s was trained on a grid of %s, but sees images as the paper prepares this dataset; use --preparation "
-                "model for its own preparation",
-                ready.provenance["name"],
-                _times(ready.grid),
-            )
+            text = "%s was trained on a grid of %s but sees images as the paper prepares them; see --preparation"
+            log.warning(text, ready.provenance["name"], _times(ready.grid))
         return replace(ready, prepare=dataset.prepare)
 
     def run(pair: Pair, fixed: Image, moving: Image) -> Result:

@@ -159,20 +159,12 @@ def _text_columns(path: Path, first: list[str]) -> tuple[str, tuple[int, ...]]:
     named = [axes for axes in HEADERS if set(axes[:2]) <= set(names)]
     if len(named) == 1:
         return named[0], tuple(names.index(axis) for axis in named[0] if axis in names)
-    if named or (names and not any(_is_number(name) for name in names)):
+    if named or (names and not any(re.match(r"[-+.]?\d", name) for name in names)):
         raise PointsError(f"{path} has the columns {', '.join(first)}; expected one set of {EXPECTED}")
     width = len([name for name in names if name])
     if width > 3:
         raise PointsError(f"{path} has {width} columns without a header; expected a first line that names {EXPECTED}")
     return "", tuple(range(max(width, 2)))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _fcsv_settings(path: Path, lines: list[str]) -> tuple[Space, tuple[int, ...]]:

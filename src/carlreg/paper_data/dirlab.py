@@ -24,21 +24,12 @@ import numpy as np
 from carlreg.errors import InputError
 from carlreg.files.images import Image, Matrix, PathLike, from_array, map_points
 from carlreg.files.tables import Pair
-from carlreg.paper_data.copdgene import GRID, preprocess
+from carlreg.paper_data.copdgene import preprocess
 from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
 
-CASES: dict[str, tuple[int, float]] = {
-    "copd1": (121, 0.625),
-    "copd2": (102, 0.645),
-    "copd3": (126, 0.652),
-    "copd4": (126, 0.590),
-    "copd5": (131, 0.647),
-    "copd6": (119, 0.633),
-    "copd7": (112, 0.625),
-    "copd8": (115, 0.586),
-    "copd9": (116, 0.644),
-    "copd10": (135, 0.742),
-}
+_SLICES = (121, 102, 126, 126, 131, 119, 112, 115, 116, 135)
+_SIDES = (0.625, 0.645, 0.652, 0.590, 0.647, 0.633, 0.625, 0.586, 0.644, 0.742)
+CASES = {f"copd{n}": case for n, case in enumerate(zip(_SLICES, _SIDES, strict=True), start=1)}
 """Number of slices, and voxel size within a slice in mm. Slices have 512 × 512 voxels and are 2.5 mm apart."""
 IN_PLANE, SLICE = 512, 2.5
 LABELS: dict[int, str] = {}
@@ -113,5 +104,3 @@ def _subject(root: Path, case: str, phase: str) -> Subject:
 
 
 DATASET = Dataset(pairs, LABELS, preprocess, read, read_landmarks)
-
-__all__ = ["CASES", "DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "read", "read_landmarks", "subjects"]

@@ -20,7 +20,7 @@ from typing import Any
 from carlreg.errors import InputError
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair, stem
-from carlreg.paper_data.abdomen1k import GRID, preprocess
+from carlreg.paper_data.abdomen1k import preprocess
 from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
 
 LABELS = dict(
@@ -87,5 +87,3 @@ def _subject(root: Path, name: str) -> Subject:
 
 
 DATASET = Dataset(pairs, LABELS, preprocess)
-
-__all__ = ["DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

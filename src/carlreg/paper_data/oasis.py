@@ -20,7 +20,7 @@ from pathlib import Path
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair, stem
 from carlreg.paper_data.dataset import Dataset, Subject, every_pair, require
-from carlreg.paper_data.hcp import GRID, preprocess
+from carlreg.paper_data.hcp import preprocess
 
 LABELS = {
     number: f"{side} {name}"
@@ -67,5 +67,3 @@ def pairs(root: PathLike, split: str = "val") -> list[Pair]:
 
 
 DATASET = Dataset(pairs, LABELS, preprocess)
-
-__all__ = ["DATASET", "GRID", "LABELS", "check", "pairs", "preprocess", "subjects"]

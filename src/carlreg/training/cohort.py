@@ -17,7 +17,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from carlreg.errors import InputError
 from carlreg.files import tables
@@ -48,7 +47,6 @@ ENOUGH = 6
 """Images from which on some are kept for validation where nothing else is said."""
 
 log = logging.getLogger(__name__)
-Row = TypeVar("Row", tables.Scan, tables.Pair)
 
 
 class DatasetError(InputError):
@@ -220,27 +218,19 @@ def _stem(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> dict[str, Cohort]:
-    table = read_table(path, {*IMAGE_COLUMNS, *PAIR_COLUMNS})
-    if "image" in table.columns:
-        images = table.images()
-        require_files((file for one in images for file in (one.image, one.labels)), path)
-        return {split: Cohort(tuple(Case(one.image, one.labels) for one in part)) for split, part in _by_split(images)}
-    pairs = table.pairs()
-    require_files((file for pair in pairs for file in pair.files().values()), path)
-    return {split: _cohort(part, path) for split, part in _by_split(pairs)}
+    rows = read_table(path, {*IMAGE_COLUMNS, *PAIR_COLUMNS})
+    require_files((file for row in rows for file in row.files().values()), path)
+    splits = dict.fromkeys(row.split for row in rows)
+    return {split or "all": _cohort([row for row in rows if row.split == split], path) for split in splits}
 
 
-def _by_split(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows of each split, or of "all" in a table without splits."""
-    return [
-        (split or "all", [row for row in rows if row.split == split]) for split in dict.fromkeys(r.split for r in rows)
-    ]
-
-
-def _cohort(rows: Sequence[tables.Pair], path: Path) -> Cohort:
+def _cohort(rows: Sequence[tables.Scan | tables.Pair], path: Path) -> Cohort:
     numbers: dict[Case, int] = {}
     pairs = []
     for row in rows:
+        if isinstance(row, tables.Scan):
+            numbers[Case(row.image, row.labels)] = len(numbers)
+            continue
         moving, fixed = Case(row.moving, row.moving_seg), Case(row.fixed, row.fixed_seg)
         if (row.moving_landmarks is None) != (row.fixed_landmarks is None):
             raise InputError(
@@ -249,4 +239,4 @@ def _cohort(rows: Sequence[tables.Pair], path: Path) -> Cohort:
             )
         first, second = (numbers.setdefault(case, len(numbers)) for case in (moving, fixed))
         pairs.append(Pair(first, second, row.moving_landmarks, row.fixed_landmarks))
-    return Cohort(tuple(numbers), tuple(pairs))
+    return Cohort(tuple(numbers), tuple(pairs) or None)
