@@ -46,7 +46,7 @@ def _warn_once(reason: str) -> None:
 def fused_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
     """softmax(Q Kᵀ) · points by PyTorch's fused attention."""
     dim = points.shape[-1]
-    # The fast implementations want values as wide as the features, and a width that is a multiple of 8.
+    # The fast implementations require values as wide as the features, and a width that is a multiple of 8.
     width = -(-queries.shape[-1] // 8) * 8
     queries, keys = (F.pad(features, (0, width - features.shape[-1])).contiguous() for features in (queries, keys))
     values = F.pad(points, (0, width - dim)).expand(keys.shape[0], -1, -1)

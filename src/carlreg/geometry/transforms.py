@@ -229,12 +229,7 @@ def compose(*transforms: Transform) -> Transform:
 
 
 def warp(
-    image: Tensor,
-    transform: Transform,
-    *,
-    like: Tensor,
-    mode: Interpolation = "linear",
-    outside: Outside = "border",
+    image: Tensor, transform: Transform, *, like: Tensor, mode: Interpolation = "linear", outside: Outside = "border"
 ) -> Tensor:
     """image ∘ transform, sampled on the voxels of `like`: (B, C, *image) → (B, C, *like).
 

@@ -60,7 +60,7 @@ def carl_rot(
     """CARL{ROT}: CARL with an encoder that has a further convolution (dilation 8) and is averaged over rotations of the
     grid ("pi" as in the paper, or "quarter"), and with displacement fields that are mirrored beyond the image.
 
-    `handed` adds so many `Handedness` features, which distinguish left from right; without them it has to be learnt.
+    `handed` is the number of `Handedness` features, which distinguish left from right; without them this is learnt.
     """
     encoder = Encoder(dim, channels, width, dilations=(1, 2, 4, 8), handed=handed)
     xi = CoordinateAttention(Symmetrized(encoder, group), length=length, extrapolate="mirror")

@@ -54,7 +54,7 @@ class Patient:
         return len(self.shift)
 
     def moved(self, by: Sequence[float]) -> Patient:
-        """The same patient shifted by so many millimetres along each world axis."""
+        """The same patient, shifted along the world axes (mm)."""
         offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
         if offset.shape != self.shift.shape:
             raise InputError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
