@@ -332,6 +332,42 @@ def test_two_writers_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not [name for name in os.listdir(out) if name.startswith(".")]
 
 
+def test_links_and_long_names(data: Path, result: Path, tmp_path: Path) -> None:
+    """A link to a folder stays a link, and so does one to a file; names may be as long as the disk allows."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert carl(*pair(data, "-o", tmp_path / "out")) == 0
+    assert carl(*pair(data, "-o", tmp_path / "out", "--overwrite", moving="third")) == 0
+    assert (tmp_path / "out").is_symlink()
+    assert set(os.listdir(tmp_path / "disk")) == RESULT
+    (tmp_path / "link.nii.gz").symlink_to(tmp_path / "real.nii.gz")
+    assert carl("warp", "-i", data / "moving.nii.gz", "-t", result, "-o", tmp_path / "link.nii.gz") == 0
+    assert (tmp_path / "link.nii.gz").is_symlink()
+    assert (tmp_path / "real.nii.gz").is_file()
+    long = tmp_path / ("ö" * 120 + ".nii.gz")
+    assert carl("warp", "-i", data / "moving.nii.gz", "-t", result, "-o", long) == 0
+    assert long.is_file()
+
+
+def test_the_files_of_a_running_process_are_not_swept(
+    data: Path, result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second writer of the same file begins and ends while the first one writes: both succeed."""
+    target, nested = tmp_path / "w.nii.gz", []
+    words = ["warp", "-i", data / "moving.nii.gz", "-t", result, "-o", target, "--overwrite"]
+
+    def write(*arguments: Any, write: Callable[..., None] = sitk.WriteImage, **options: Any) -> None:
+        write(*arguments, **options)
+        if not nested:
+            nested.append(None)
+            nested.append(carl(*words))
+
+    monkeypatch.setattr(sitk, "WriteImage", write)
+    assert carl(*words) == 0
+    assert nested == [None, 0]
+    assert os.listdir(tmp_path) == ["w.nii.gz"]
+
+
 # ---- cohorts --------------------------------------------------------------------------------------------------------
 
 

@@ -51,10 +51,10 @@ def register(
     pairs: Annotated[
         Some,
         typer.Option(
-            help="A CSV file with a pair in each row instead of --fixed and --moving. Columns: fixed, moving, and if "
-            "you like name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, "
-            "initial_transform. Paths are relative to the CSV file. Each pair gets a folder in --out; those that are "
-            "there already are skipped."
+            help="A CSV file with a pair in each row, instead of --fixed and --moving. Columns: fixed, moving, and "
+            "optionally name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, "
+            "initial_transform. Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were "
+            "registered before from the same files, with the same model and options, are skipped."
         ),
     ] = None,
     transform_out: Annotated[Some, typer.Option(help="A file for the transform alone: .h5, .hdf5 or .tfm.")] = None,

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,11 +117,11 @@ def write_learn2reg(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One transform of a file of ITK's: its type and its two vectors of numbers; a composite has none."""
+    """One transform of a file of ITK's: its type and two vectors of numbers, which are empty for a composite."""
 
     kind: str
-    parameters: npt.NDArray[Any] | None = None
-    fixed: npt.NDArray[Any] | None = None
+    parameters: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
+    fixed: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
     @property
     def name(self) -> str:
@@ -194,7 +194,7 @@ def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
             for number, part in enumerate(parts):
                 group = file.create_group(f"TransformGroup/{number}")
                 group.create_dataset("TransformType", data=[part.kind], dtype=text)
-                if part.parameters is not None and part.fixed is not None:
+                if part.parameters.size:
                     group["TransformFixedParameters"], group["TransformParameters"] = part.fixed, part.parameters
         if stream.error is not None:
             raise stream.error
@@ -205,7 +205,7 @@ def _text(parts: Sequence[_Part]) -> bytes:
     lines = ["#Insight Transform File V1.0"]
     for number, part in enumerate(parts):
         lines += [f"#Transform {number}", f"Transform: {part.kind.replace('_float_', '_double_')}"]
-        if part.parameters is not None and part.fixed is not None:
+        if part.parameters.size:
             for name, numbers in (("Parameters", part.parameters), ("FixedParameters", part.fixed)):
                 lines.append(f"{name}: {' '.join(map(repr, numbers.tolist()))}")
     return ("\n".join(lines) + "\n").encode()
@@ -214,8 +214,8 @@ def _text(parts: Sequence[_Part]) -> bytes:
 def _matlab(part: _Part) -> bytes:
     """A file of MATLAB 4, as ITK and ANTs write for one transform: two vectors of doubles with their names."""
 
-    def vector(name: str, numbers: npt.NDArray[Any] | None) -> bytes:
-        text, values = name.encode() + b"\0", np.asarray(numbers, "<f8")
+    def vector(name: str, numbers: npt.NDArray[Any]) -> bytes:
+        text, values = name.encode() + b"\0", numbers.astype("<f8")
         return struct.pack("<5i", 0, len(values), 1, 0, len(text)) + text + values.tobytes()
 
     return vector(part.kind, part.parameters) + vector("fixed", part.fixed)
