@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -65,11 +64,10 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
             word = ", ".join(names)
             call += [f"{names[0]} {parameter.name.upper()}"] if required else []
         text = " ".join((info.help or "").split())
-        if choices := _choices(kind):
-            text += f" One of {', '.join(choices)}."
-        default = getattr(parameter.default, "value", parameter.default)
-        if isinstance(default, (str, int, float)) and not isinstance(default, bool):
-            text += f" Default: {default}."
+        if get_origin(kind) is Literal:
+            text += f" One of {', '.join(get_args(kind))}."
+        if isinstance(parameter.default, (str, int, float)) and not isinstance(parameter.default, bool):
+            text += f" Default: {parameter.default}."
         rows.append(f"| `{word}` | {text} |")
     yield f"## {name}\n"
     yield re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(function.__doc__ or "")) + "\n"
@@ -77,13 +75,6 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
     yield f"```sh\n{' '.join(call)}{options}\n```\n"
     if rows:
         yield "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
-
-
-def _choices(kind: Any) -> list[str]:
-    """The values that an option of this type accepts, if it is a list of choices."""
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return [str(choice.value) for choice in kind]
-    return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 if __name__ == "__main__":

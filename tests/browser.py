@@ -1,6 +1,6 @@
-"""Chromium without a window, driven over a pipe by its DevTools protocol: all that tests of pages need.
+"""Headless Chromium, driven over a pipe with its DevTools protocol.
 
-It counts what a page asks for and what it complains about. Nothing has to be installed but Chromium itself.
+Records the requests and the console messages of a page. Needs nothing but Chromium itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
     "--headless",
-    "--no-sandbox",  # root has none
+    "--no-sandbox",  # not available to root
     "--disable-gpu",
     "--disable-quic",
     "--disable-background-networking",
@@ -56,7 +56,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """A command of the protocol, and its answer."""
+        """Send a command of the protocol and return its answer."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -92,7 +92,7 @@ class Page:
             self.complaints.append(" ".join(str(one.get("value", one)) for one in values["args"]))
         elif event.get("method") == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
             if "GL Driver Message (OpenGL, Performance" in values["entry"]["text"]:
-                return  # a processor is slow at drawing
+                return  # drawing on a CPU is slow
             self.complaints.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
 
     def open(self, url: str, *, width: int = 1280, height: int = 800, dark: bool = False, scale: float = 1) -> None:
@@ -105,14 +105,14 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def get(self, expression: str) -> Any:
-        """The value of an expression of JavaScript, or of what it promises."""
+        """Evaluate a JavaScript expression; wait for a promise."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> None:
-        """Until an expression is true; on a page that is still loading it may fail at first."""
+        """Wait until an expression is true; while a page loads, it may raise."""
         end = time.monotonic() + seconds
         while not self.get(f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"):
             if time.monotonic() > end:
@@ -120,17 +120,17 @@ class Page:
             time.sleep(0.05)
 
     def settle(self) -> None:
-        """Until what was asked for is drawn."""
+        """Wait until everything is drawn."""
         self.get("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def click(self, x: float, y: float) -> None:
-        """With the mouse, at a place of the window."""
+        """Click at a position of the window."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             button = "none" if kind == "mouseMoved" else "left"
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
     def key(self, name: str) -> None:
-        """Press and let go, of a key without a letter."""
+        """Press and release an arrow key."""
         codes = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=codes[name])
@@ -144,13 +144,13 @@ class Page:
         )  # fmt: skip
 
     def png(self, whole: bool = False) -> bytes:
-        """What the window shows, or the whole page."""
+        """Take a screenshot of the window, or of the whole page."""
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
 
 @contextmanager
 def chromium(*flags: str) -> Iterator[Page]:
-    """A fresh Chromium, gone afterwards."""
+    """Start Chromium and stop it afterwards."""
     import fcntl
 
     assert EXECUTABLE is not None

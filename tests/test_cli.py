@@ -31,7 +31,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pair of images that differ by a known shift, their labels, and a model that does nothing."""
     folder = tmp_path_factory.mktemp("pair")
     torch.manual_seed(0)
@@ -59,9 +59,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def pair(place: Path, out: Path | None = None, *more: object) -> list[object]:
-    words: list[object] = ["register", "-f", place / "fixed.nii.gz", "-m", place / "moving.nii.gz"]
-    words += ["--model", place / "small.safetensors", "--io-iterations", 0, *more]
+def pair(data: Path, out: Path | None = None, *more: object) -> list[object]:
+    words: list[object] = ["register", "-f", data / "fixed.nii.gz", "-m", data / "moving.nii.gz"]
+    words += ["--model", data / "small.safetensors", "--io-iterations", 0, *more]
     return words if out is None else [*words, "-o", out]
 
 
@@ -85,29 +85,29 @@ def test_help_does_not_import_torch() -> None:
         subprocess.run([sys.executable, "-c", script.format(words, check)], check=True, capture_output=True)
 
 
-def test_register_writes_a_folder_that_other_tools_understand(place: Path, tmp_path: Path, run: Run) -> None:
+def test_register_writes_a_folder_that_other_tools_understand(data: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "new" / "out"
-    segs = ["--fixed-seg", place / "fixed_seg.nii.gz", "--moving-seg", place / "moving_seg.nii.gz"]
-    code, err = run(*pair(place, out, *segs))
+    segs = ["--fixed-seg", data / "fixed_seg.nii.gz", "--moving-seg", data / "moving_seg.nii.gz"]
+    code, err = run(*pair(data, out, *segs))
     assert code == 0
     assert "after" in err
     assert sorted(os.listdir(out)) == sorted([*FILES, WARPED_LABELS, "report.html"])
     assert "label 1</th><td>" in (out / "report.html").read_text(encoding="utf-8")
     assert os.listdir(out.parent) == ["out"]
-    assert run(*pair(place, tmp_path / "bare", "--no-html"))[0] == 0
+    assert run(*pair(data, tmp_path / "bare", "--no-html"))[0] == 0
     assert sorted(os.listdir(tmp_path / "bare")) == sorted(FILES)
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["metrics"]["dice_after"] == 1 > report["metrics"]["dice_before"] > 0
     assert report["dice"]["after"] == {"1": 1.0}
     entry = report["inputs"]["fixed"]
-    assert entry["path"] == str(place / "fixed.nii.gz")
+    assert entry["path"] == str(data / "fixed.nii.gz")
     wanted = subprocess.run(["sha256sum", entry["path"]], capture_output=True, text=True).stdout.split()[0]
     assert entry["sha256"] == wanted
     assert report["model"]["licence"] == "yours"
     assert {"total", "network", "reading"} <= report["seconds"].keys()
     assert report["peak_memory_gb"]["process"] > 0
     # By another tool, with the right side left: the header's shift is found again.
-    fixed, moving = (sitk.ReadImage(str(place / f"{side}.nii.gz")) for side in ("fixed", "moving"))
+    fixed, moving = (sitk.ReadImage(str(data / f"{side}.nii.gz")) for side in ("fixed", "moving"))
     theirs = sitk.Resample(moving, fixed, sitk.ReadTransform(str(out / "transform.h5")), sitk.sitkLinear, 0.0)
     ours = sitk.GetArrayFromImage(sitk.ReadImage(str(out / "warped.nii.gz"))).astype(int)
     # truncation against rounding
@@ -115,8 +115,8 @@ def test_register_writes_a_folder_that_other_tools_understand(place: Path, tmp_p
     assert np.abs(ours - sitk.GetArrayFromImage(fixed)).max() <= 1
 
 
-def test_options_as_other_tools_spell_them(place: Path, tmp_path: Path, run: Run) -> None:
-    words = pair(place, None, "--transform_out", tmp_path / "t.hdf5", "--warped_moving_out", tmp_path / "w.nii.gz")
+def test_options_as_other_tools_spell_them(data: Path, tmp_path: Path, run: Run) -> None:
+    words = pair(data, None, "--transform_out", tmp_path / "t.hdf5", "--warped_moving_out", tmp_path / "w.nii.gz")
     words[words.index("--io-iterations") : words.index("--io-iterations") + 2] = ["--io_iterations=None"]
     code, err = run(*words, "--io_sim", "lncc2", "--quiet")
     assert (code, err) == (0, "")
@@ -125,8 +125,8 @@ def test_options_as_other_tools_spell_them(place: Path, tmp_path: Path, run: Run
 
 
 @pytest.mark.parametrize("kind", ["rigid", "affine"])
-def test_linear_registrations_are_affine_files(place: Path, tmp_path: Path, run: Run, kind: str) -> None:
-    code, _ = run(*pair(place, tmp_path / "out", "--transform", kind))
+def test_linear_registrations_are_affine_files(data: Path, tmp_path: Path, run: Run, kind: str) -> None:
+    code, _ = run(*pair(data, tmp_path / "out", "--transform", kind))
     assert code == 0
     for name in ("transform.h5", "inverse_transform.h5"):
         found = sitk.ReadTransform(str(tmp_path / "out" / name))
@@ -135,11 +135,11 @@ def test_linear_registrations_are_affine_files(place: Path, tmp_path: Path, run:
     assert np.abs(forward([[1.0, 2.0, 3.0]]) - [[5, -1, 5]]).max() < 1e-3  # the header's shift
 
 
-def test_warp_and_warp_points_agree_in_direction(place: Path, tmp_path: Path, run: Run) -> None:
+def test_warp_and_warp_points_agree_in_direction(data: Path, tmp_path: Path, run: Run) -> None:
     """A blob of the moving image, warped, is seen where its centre goes as a point of the moving image."""
     out = tmp_path / "out"
-    run(*pair(place, out))
-    moving = images.read(place / "moving.nii.gz")
+    run(*pair(data, out))
+    moving = images.read(data / "moving.nii.gz")
     spot = np.zeros(moving.shape, np.uint8)
     spot[9:12, 10:13, 8:11] = 7
     images.write(Image(spot, moving.affine), tmp_path / "spot.nii.gz")
@@ -164,27 +164,27 @@ def test_warp_and_warp_points_agree_in_direction(place: Path, tmp_path: Path, ru
     assert np.abs(np.array([float(rows[0][axis]) for axis in "xyz"]) - centre).max() < 1e-3
     # the inverse brings fixed labels to the moving image
     code, err = run("warp", "-i", tmp_path / "seen.nii.gz", "-t", out, "--inverse", "--labels", "-r",
-                    place / "moving.nii.gz", "-o", tmp_path / "again.nii.gz")  # fmt: skip
+                    data / "moving.nii.gz", "-o", tmp_path / "again.nii.gz")  # fmt: skip
     assert code == 0, err
     assert (images.read(tmp_path / "again.nii.gz").data == spot).mean() > 0.99
 
 
-def test_jacobian_of_a_scaling(place: Path, tmp_path: Path, run: Run) -> None:
+def test_jacobian_of_a_scaling(data: Path, tmp_path: Path, run: Run) -> None:
     transform_files.write(WorldTransform.linear(np.diag([1.1, 0.9, 1.2, 1])), tmp_path / "t.tfm")
-    code, _ = run("jacobian", "-t", tmp_path / "t.tfm", "-r", place / "fixed.nii.gz", "-o", tmp_path / "j.nii.gz")
+    code, _ = run("jacobian", "-t", tmp_path / "t.tfm", "-r", data / "fixed.nii.gz", "-o", tmp_path / "j.nii.gz")
     assert code == 0
     assert "folds 0.0000 %" in run.out  # type: ignore[attr-defined]
     assert np.abs(images.read(tmp_path / "j.nii.gz").data - 1.1 * 0.9 * 1.2).max() < 1e-4
     refused(run, ["jacobian", "-t", tmp_path / "t.tfm", "-o", tmp_path / "k.nii.gz"], "give an image with --reference")
 
 
-def test_convert_there_and_back(place: Path, tmp_path: Path, run: Run) -> None:
-    fixed = images.read(place / "fixed.nii.gz")
+def test_convert_there_and_back(data: Path, tmp_path: Path, run: Run) -> None:
+    fixed = images.read(data / "fixed.nii.gz")
     rng = np.random.default_rng(0)
     bend = rng.normal(size=(*fixed.shape, 3)).astype(np.float32)
     bent = WorldTransform(np.eye(4), bend, fixed.index_to_world())
     transform_files.write(bent, tmp_path / "t.h5")
-    reference = ["-r", place / "fixed.nii.gz"]
+    reference = ["-r", data / "fixed.nii.gz"]
     points = map_points(fixed.affine, rng.uniform(1, 15, (50, 3)))
     for name in ("t.tfm", "warp.nii.gz", "disp_0001_0002.nii.gz"):
         assert run("convert", tmp_path / "t.h5", tmp_path / name, *reference) == (0, "")
@@ -193,13 +193,13 @@ def test_convert_there_and_back(place: Path, tmp_path: Path, run: Run) -> None:
     refused(run, ["convert", tmp_path / "t.h5", tmp_path / "a.mat"], "can hold an affine map only")
     assert run("convert", tmp_path / "t.h5", tmp_path / "a.mat", "--part", "affine") == (0, "")
     assert np.allclose(transform_files.read(tmp_path / "a.mat")(points), points)
-    assert run("convert", place / "fixed.nii.gz", tmp_path / "fixed.nrrd") == (0, "")
+    assert run("convert", data / "fixed.nii.gz", tmp_path / "fixed.nrrd") == (0, "")
     assert np.array_equal(images.read(tmp_path / "fixed.nrrd").data, fixed.data)
 
 
-def test_learn2reg_files_are_read_as_its_evaluation_does(place: Path, tmp_path: Path) -> None:
+def test_learn2reg_files_are_read_as_its_evaluation_does(data: Path, tmp_path: Path) -> None:
     nibabel = pytest.importorskip("nibabel")
-    fixed = images.read(place / "fixed.nii.gz")
+    fixed = images.read(data / "fixed.nii.gz")
     shift = map_points(fixed.affine, [[2, -1, 3]]) - map_points(fixed.affine, [[0, 0, 0]])
     matrix = np.eye(4)
     matrix[:3, 3] = shift[0]
@@ -209,11 +209,11 @@ def test_learn2reg_files_are_read_as_its_evaluation_does(place: Path, tmp_path: 
     assert np.abs(field - [2, -1, 3]).max() < 1e-4
 
 
-def test_info_names_everything(place: Path, tmp_path: Path, run: Run) -> None:
-    run(*pair(place, tmp_path / "out", "--transform", "affine"))
+def test_info_names_everything(data: Path, tmp_path: Path, run: Run) -> None:
+    run(*pair(data, tmp_path / "out", "--transform", "affine"))
     for path, kind in (
-        (place / "fixed.nii.gz", "3-D image"),
-        (place / "small.safetensors", "model"),
+        (data / "fixed.nii.gz", "3-D image"),
+        (data / "small.safetensors", "model"),
         (tmp_path / "out", "folder of `carl register`"),
         (tmp_path / "out" / "transform.h5", "3-D transform from fixed to moving"),
         (tmp_path / "out" / "warp.nii.gz", "3-D transform from fixed to moving"),
@@ -226,7 +226,7 @@ def test_info_names_everything(place: Path, tmp_path: Path, run: Run) -> None:
     refused(run, ["info", tmp_path / "nothing"], "does not exist")
 
 
-def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, run: Run) -> None:
+def test_models_are_listed_verified_and_imported(data: Path, tmp_path: Path, run: Run) -> None:
     assert run("models", "list")[0] == 0
     listed = [line.split("\t") for line in run.out.splitlines()]  # type: ignore[attr-defined]
     assert [words[0] for words in listed] == ["carl-base", "carl-rot", "auto"]
@@ -235,10 +235,10 @@ def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, ru
         assert run("models", "verify", *name)[0] == 0
         assert "complete, sha256" in run.out  # type: ignore[attr-defined]
     assert run("models", "licence")[0] == 0
-    assert run("models", "show", place / "small.safetensors")[0] == 0
+    assert run("models", "show", data / "small.safetensors")[0] == 0
     assert "licence: yours" in run.out  # type: ignore[attr-defined]
     damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes((place / "small.safetensors").read_bytes()[:-50])
+    damaged.write_bytes((data / "small.safetensors").read_bytes()[:-50])
     refused(run, ["models", "verify", damaged], "damaged")
     torch.save({"a": torch.zeros(3)}, tmp_path / "odd.trch")
     refused(run, ["models", "import", tmp_path / "odd.trch", tmp_path / "odd.safetensors"], "unknown parts")
@@ -253,20 +253,20 @@ def test_models_are_listed_verified_and_imported(place: Path, tmp_path: Path, ru
 
 
 def test_pairs_share_a_model_and_do_not_stop_one_another(
-    place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from carlreg.model import files
 
     loads = []
     monkeypatch.setattr("carlreg.model.loaded.load", lambda *a, load=files.load, **k: loads.append(a) or load(*a, **k))
-    table = place / "pairs.csv"
+    table = data / "pairs.csv"
     table.write_text(
         "name,fixed,moving,fixed_seg,moving_seg\n"
         "one,fixed.nii.gz,moving.nii.gz,fixed_seg.nii.gz,moving_seg.nii.gz\n"
         "two,fixed.nii.gz,absent.nii.gz,,\n"
         ",moving.nii.gz,fixed.nii.gz,,\n"
     )
-    words = ["register", "--pairs", table, "-o", tmp_path, "--model", place / "small.safetensors"]
+    words = ["register", "--pairs", table, "-o", tmp_path, "--model", data / "small.safetensors"]
     words += ["--transform", "affine"]
     code, err = run(*words)
     assert code == 1
@@ -311,11 +311,11 @@ def test_bad_tables(tmp_path: Path, run: Run, content: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_images(place: Path, tmp_path: Path, run: Run, case: str) -> None:
+def test_bad_images(data: Path, tmp_path: Path, run: Run, case: str) -> None:
     name, make, _ = BAD[case]
     make(tmp_path / name)
-    words = ["register", "-f", place / "fixed.nii.gz", "-m", tmp_path / name, "-o", tmp_path / "out"]
-    refused(run, [*words, "--model", place / "small.safetensors"], str(tmp_path / name))
+    words = ["register", "-f", data / "fixed.nii.gz", "-m", tmp_path / name, "-o", tmp_path / "out"]
+    refused(run, [*words, "--model", data / "small.safetensors"], str(tmp_path / name))
     assert not (tmp_path / "out").exists()
 
 
@@ -329,7 +329,7 @@ def spoilt(value: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("voxels", "message"),
     [
         (np.full((12, 12, 12), 7, np.int16), "is constant: every voxel is 7"),
         (spoilt(np.nan), "1 NaN or infinite voxels"),
@@ -338,15 +338,15 @@ def spoilt(value: float) -> np.ndarray:
         (VOLUME[0], "the fixed image is 3-D and the moving one 2-D"),
     ],
 )
-def test_bad_voxels(place: Path, tmp_path: Path, run: Run, data: np.ndarray, message: str) -> None:
-    images.write(from_array(data), tmp_path / "a.nrrd")
-    words = ["register", "-f", place / "fixed.nii.gz", "-m", tmp_path / "a.nrrd", "-o", tmp_path / "out"]
-    refused(run, [*words, "--model", place / "small.safetensors"], message)
+def test_bad_voxels(data: Path, tmp_path: Path, run: Run, voxels: np.ndarray, message: str) -> None:
+    images.write(from_array(voxels), tmp_path / "a.nrrd")
+    words = ["register", "-f", data / "fixed.nii.gz", "-m", tmp_path / "a.nrrd", "-o", tmp_path / "out"]
+    refused(run, [*words, "--model", data / "small.safetensors"], message)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_masks_labels_and_landmarks(place: Path, tmp_path: Path, run: Run) -> None:
-    fixed = images.read(place / "fixed.nii.gz")
+def test_bad_masks_labels_and_landmarks(data: Path, tmp_path: Path, run: Run) -> None:
+    fixed = images.read(data / "fixed.nii.gz")
     images.write(Image(np.zeros(fixed.shape, np.uint8), fixed.affine), tmp_path / "empty.nii.gz")
     images.write(from_array(np.ones((5, 6, 7), np.uint8)), tmp_path / "small.nii.gz")
     images.write(Image(np.ones(fixed.shape, np.uint8), np.eye(4)), tmp_path / "elsewhere.nii.gz")
@@ -356,70 +356,70 @@ def test_bad_masks_labels_and_landmarks(place: Path, tmp_path: Path, run: Run) -
     (tmp_path / "no.csv").write_text("x,y,z\n1,two,3\n")
     out = tmp_path / "out"
     for side in ("--fixed-mask", "--moving-mask"):
-        refused(run, pair(place, out, side, tmp_path / "small.nii.gz"), "5 × 6 × 7 voxels but")
-        refused(run, pair(place, out, side, tmp_path / "elsewhere.nii.gz"), "mm away from")
-        refused(run, pair(place, out, side, tmp_path / "absent.nii.gz"), "absent.nii.gz does not exist")
-    refused(run, pair(place, out, "--fixed-mask", tmp_path / "empty.nii.gz"), "empty.nii.gz is empty")
-    refused(run, pair(place, out, "--moving-seg", tmp_path / "halves.nii.gz"), "not whole numbers")
-    refused(run, pair(place, out, "--fixed-seg", place / "fixed_seg.nii.gz"), "without moving_seg")
+        refused(run, pair(data, out, side, tmp_path / "small.nii.gz"), "5 × 6 × 7 voxels but")
+        refused(run, pair(data, out, side, tmp_path / "elsewhere.nii.gz"), "mm away from")
+        refused(run, pair(data, out, side, tmp_path / "absent.nii.gz"), "absent.nii.gz does not exist")
+    refused(run, pair(data, out, "--fixed-mask", tmp_path / "empty.nii.gz"), "empty.nii.gz is empty")
+    refused(run, pair(data, out, "--moving-seg", tmp_path / "halves.nii.gz"), "not whole numbers")
+    refused(run, pair(data, out, "--fixed-seg", data / "fixed_seg.nii.gz"), "without moving_seg")
     both = ["--fixed-landmarks", tmp_path / "one.csv", "--moving-landmarks"]
-    refused(run, pair(place, out, *both, tmp_path / "two.csv"), "shapes (1, 3) and (2, 3); expected the same")
-    refused(run, pair(place, out, *both, tmp_path / "no.csv"), "no.csv, line 2: '1,two,3' is not a point")
+    refused(run, pair(data, out, *both, tmp_path / "two.csv"), "shapes (1, 3) and (2, 3); expected the same")
+    refused(run, pair(data, out, *both, tmp_path / "no.csv"), "no.csv, line 2: '1,two,3' is not a point")
     assert not out.exists()
 
 
-def test_bad_outputs(place: Path, tmp_path: Path, run: Run) -> None:
+def test_bad_outputs(data: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").write_text("")
-    refused(run, pair(place, tmp_path / "file"), "is a file; expected a folder")
-    refused(run, pair(place, tmp_path / "file" / "below"), "cannot be written")
+    refused(run, pair(data, tmp_path / "file"), "is a file; expected a folder")
+    refused(run, pair(data, tmp_path / "file" / "below"), "cannot be written")
     out = tmp_path / "out"
-    assert run(*pair(place, out))[0] == 0
+    assert run(*pair(data, out))[0] == 0
     before = {name: (out / name).read_bytes() for name in FILES}
-    refused(run, pair(place, out), "already holds report.json")
+    refused(run, pair(data, out), "already holds report.json")
     assert {name: (out / name).read_bytes() for name in FILES} == before
-    assert run(*pair(place, out, "--overwrite"))[0] == 0
+    assert run(*pair(data, out, "--overwrite"))[0] == 0
     for flag, name, message in (
         ("--transform-out", "t.mat", "unknown extension"),
         ("--transform-out", "absent/t.h5", "does not exist; create it first"),
         ("--warped-moving-out", "w.doc", "unknown extension"),
         ("--warped-moving-out", "out/warped.nii.gz", "exists already; choose another name, or give --overwrite"),
     ):
-        refused(run, pair(place, None, flag, tmp_path / name), message)
+        refused(run, pair(data, None, flag, tmp_path / name), message)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")
-def test_unwritable_output(place: Path, tmp_path: Path, run: Run) -> None:
+def test_unwritable_output(data: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "closed").mkdir(mode=0o555)
-    refused(run, pair(place, tmp_path / "closed" / "out"), "no permission")
+    refused(run, pair(data, tmp_path / "closed" / "out"), "no permission")
 
 
 def test_an_unwritable_folder_is_refused_before_the_network_runs(
-    place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
     monkeypatch.setattr("carlreg.registration.api.register", lambda **_: pytest.fail("the network ran"))
-    refused(run, pair(place, tmp_path / "out"), "no permission")
+    refused(run, pair(data, tmp_path / "out"), "no permission")
 
 
-def test_bad_models_devices_and_guesses(place: Path, tmp_path: Path, run: Run) -> None:
+def test_bad_models_devices_and_guesses(data: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    base = ["register", "-f", place / "fixed.nii.gz", "-m", place / "moving.nii.gz", "-o", out]
+    base = ["register", "-f", data / "fixed.nii.gz", "-m", data / "moving.nii.gz", "-o", out]
     refused(
         run, [*base, "--model", "magic"], "no model 'magic'; expected the path of a model file, or one of carl-base"
     )
-    whole = (place / "small.safetensors").read_bytes()
+    whole = (data / "small.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     refused(run, [*base, "--model", tmp_path / "cut.safetensors"], "is not a model file, or it is damaged")
     (tmp_path / "text.safetensors").write_text("hello")
     refused(run, [*base, "--model", tmp_path / "text.safetensors"], "is not a model file, or it is damaged")
-    refused(run, [*base, "--model", place / "plane.safetensors"], "is 3-D but the model is for 2-D images")
-    refused(run, pair(place, out, "--device", "gpu"), "unknown device 'gpu'")
-    refused(run, pair(place, out, "--initial-transform", tmp_path / "no.h5"), "no.h5 does not exist")
+    refused(run, [*base, "--model", data / "plane.safetensors"], "is 3-D but the model is for 2-D images")
+    refused(run, pair(data, out, "--device", "gpu"), "unknown device 'gpu'")
+    refused(run, pair(data, out, "--initial-transform", tmp_path / "no.h5"), "no.h5 does not exist")
     far = np.eye(4)
     far[:3, 3] = 1e4
     transform_files.write(WorldTransform.linear(far), tmp_path / "far.tfm")
-    refused(run, pair(place, out, "--initial-transform", tmp_path / "far.tfm"), "nothing of the moving image is seen")
-    refused(run, pair(place, out, "--regularity", -1), "regularity is -1.0; expected")
+    refused(run, pair(data, out, "--initial-transform", tmp_path / "far.tfm"), "nothing of the moving image is seen")
+    refused(run, pair(data, out, "--regularity", -1), "regularity is -1.0; expected")
     assert not out.exists()
 
 
@@ -454,8 +454,8 @@ def test_wrong_usage_is_exit_code_2(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_while_optimising(place: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    words = pair(place, tmp_path / "out" / "deep", "--verbose")
+def test_stopped_while_optimising(data: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    words = pair(data, tmp_path / "out" / "deep", "--verbose")
     words[words.index("--io-iterations") + 1] = 10**6
     command = [sys.executable, "-m", "carlreg", *map(str, words)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -481,7 +481,7 @@ def test_stopped_while_optimising(place: Path, tmp_path: Path, number: signal.Si
     ],
 )
 def test_stopped_while_writing(
-    place: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, where: str, exists: bool
+    data: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, where: str, exists: bool
 ) -> None:
     out = tmp_path / "out"
     if exists:
@@ -495,7 +495,7 @@ def test_stopped_while_writing(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(f"carlreg.{where}", stop)
-    assert run(*pair(place, out))[0] == 143
+    assert run(*pair(data, out))[0] == 143
     assert os.listdir(tmp_path) == (["out"] if exists else [])
     if exists:
         assert os.listdir(out) == ["mine.txt"]
