@@ -7,6 +7,9 @@ The command line prints one of these as a single line. Every other exception is 
 class CarlError(Exception):
     """Base of all errors that this package raises on purpose."""
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())  # one line, whatever a file or a library put into it
+
 
 class InputError(CarlError, ValueError):
     """An argument, file or table that cannot be used. One line: what was given, what was expected, what to do."""

@@ -203,12 +203,12 @@ def text(name: str, seed: str, ending: str, read: Callable[[Path], object], coun
 
 def families() -> list[Family]:
     return [
-        binary("fuzzed NIfTI", ".nii", ".nii", read_image, 20_000),
-        binary("fuzzed NIfTI, compressed", "floats.nii", ".nii.gz", read_image, 10_000),
-        binary("fuzzed NRRD", ".nrrd", ".nrrd", read_image, 10_000),
-        binary("fuzzed MetaImage", ".mha", ".mha", read_image, 10_000),
-        binary("fuzzed PNG", ".png", ".png", read_image, 2_000),
-        binary("fuzzed HDF5 transforms", "bent.h5", ".h5", read_transform, 4_000),
+        binary("fuzzed NIfTI", ".nii", ".nii", read_image, 40_000),
+        binary("fuzzed NIfTI, compressed", "floats.nii", ".nii.gz", read_image, 15_000),
+        binary("fuzzed NRRD", ".nrrd", ".nrrd", read_image, 1_000),
+        binary("fuzzed MetaImage", ".mha", ".mha", read_image, 1_000),
+        binary("fuzzed PNG", ".png", ".png", read_image, 500),
+        binary("fuzzed HDF5 transforms", "bent.h5", ".h5", read_transform, 1_000),
         text("fuzzed text transforms", "bent.tfm", ".tfm", read_transform, 6_000),
         text("fuzzed B-splines", "spline.tfm", ".tfm", read_transform, 3_000),
         binary("fuzzed warps", "warp.nii", ".nii.gz", read_transform, 5_000),

@@ -1,7 +1,8 @@
 """Run the attacks and print a table: `make torture`, or `make torture FULL=1` for every case.
 
     python tests/torture/run.py --seconds 1200
-    python tests/torture/run.py --full --state torture.json --out experiments/torture/results.json
+    python tests/torture/run.py --full --state torture.json
+    python tests/torture/run.py --collect torture.json
 
 Without --full, each family gets an equal share of the time and cases spread over its whole range. A full run writes
 its state after every few cases and continues from there. The exit code is 1 if any promise was broken.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -22,10 +24,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "experiments")]
 
+from made import commit, machine  # noqa: E402
+
 from torture import faults, fuzz, geometry, viewer  # noqa: E402
 from torture.families import Family  # noqa: E402
 from torture.workers import run_isolated  # noqa: E402
 
+RESULTS = HERE.parent.parent / "experiments" / "torture" / "results.json"
 STRIDE = 7919
 """A prime: the n-th case of a sample is n · STRIDE modulo the count, so that a sample covers the whole range."""
 
@@ -65,11 +70,11 @@ def families() -> list[Family]:
     return [*geometry.families(), *viewer.families(), *faults.families(), *fuzz.families()]
 
 
-def show(state: dict[str, Any], counts: dict[str, int]) -> None:
+def show(state: dict[str, Any]) -> None:
     width = max(len(name) for name in state)
     print(f"\n{'':{width}}   cases      of  failures  seconds")
     for name, done in state.items():
-        print(f"{name:{width}} {done['cases']:7} {counts[name]:7} {len(done['failures']):9} {done['seconds']:8.0f}")
+        print(f"{name:{width}} {done['cases']:7} {done['of']:7} {len(done['failures']):9} {done['seconds']:8.0f}")
 
 
 def preload() -> None:
@@ -88,34 +93,43 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1200, help="for a sample, in all")
     parser.add_argument("--cases", type=int, help="of each family, at most")
     parser.add_argument("--full", action="store_true", help="every case of every family")
-    parser.add_argument("--only", help="families whose name contains this")
+    parser.add_argument("--only", default="", help="families whose name matches this regular expression")
     parser.add_argument("--state", type=Path, default=Path("torture-state.json"), help="where a full run stands")
-    parser.add_argument("--out", type=Path, help="a JSON file for the table, commit and machine")
+    parser.add_argument("--collect", type=Path, nargs="+", help="state files of full runs, to be written to --out")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file of --collect")
     arguments = parser.parse_args()
+    if arguments.collect:
+        collect(arguments.collect, arguments.out)
+        return
     preload()
     with tempfile.TemporaryDirectory(prefix="torture.") as folder:
         os.environ["TORTURE_TMP"] = folder
-        chosen = [family for family in families() if arguments.only is None or arguments.only in family.name]
+        chosen = [family for family in families() if re.search(arguments.only, family.name)]
         state: dict[str, Any] = {}
         if arguments.full and arguments.state.exists():
             state = json.loads(arguments.state.read_text())
         for family in chosen:
-            done = state.setdefault(family.name, {"cases": 0, "failures": [], "seconds": 0.0})
+            empty = {"of": family.count, "cases": 0, "failures": [], "seconds": 0.0, "commits": []}
+            done = state.setdefault(family.name, empty)
+            if done["cases"] < family.count and commit() not in done["commits"]:
+                done["commits"].append(commit())
             if not arguments.full:
                 attack(family, done, arguments.seconds / len(chosen), arguments.cases)
             while arguments.full and done["cases"] < family.count:
                 attack(family, done, 30)
                 arguments.state.write_text(json.dumps(state))
-        counts = {family.name: family.count for family in chosen}
-        shown = {name: done for name, done in state.items() if name in counts}
-        show(shown, counts)
-        if arguments.out is not None:
-            from made import commit, machine
+    show(state)
+    sys.exit(any(done["failures"] for done in state.values()))
 
-            rows = [{"family": name, "of": counts[name], **done} for name, done in shown.items()]
-            report = {"commit": commit(), "machine": machine(), "full": arguments.full, "rows": rows}
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(any(done["failures"] for done in shown.values()))
+
+def collect(paths: list[Path], out: Path) -> None:
+    """Write the rows of several full runs, of different families, to one file."""
+    rows = {name: row for path in paths for name, row in json.loads(path.read_text()).items()}
+    missing = [name for name, row in rows.items() if row["cases"] < row["of"]]
+    if missing:
+        sys.exit(f"unfinished: {', '.join(missing)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
