@@ -1,10 +1,10 @@
-"""Speed and memory of the fast path beside the plain one, measured in the same run.
+"""Measure the speed and memory of the fast path and of a plain implementation in the same run.
 
-    python benchmarks/run.py            # measures on the GPU if there is one, else on the CPU; writes results/*.json
-    python benchmarks/run.py --plot     # draws results/*.png from what was written
+    python benchmarks/run.py            # measure on the GPU if there is one, else on the CPU; write results/*.json
+    python benchmarks/run.py --plot     # draw results/*.png from earlier measurements
 
-The plain way is the paper's, in our own code: float32 throughout, PyTorch's fused attention, one direction after the
-other, the regulariser on the exact maps at every voxel. Times are medians; each is measured after a warm-up.
+The plain implementation follows the paper, in our own code: float32 throughout, PyTorch's fused attention, one
+direction after the other, the regulariser on the exact maps at every voxel. Times are medians after a warm-up.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from carlreg.training.step import TrainingStep
 
 RESULTS = Path(__file__).parent / "results"
 FULL, TRAINING = 175, 96
-"""Sides of the paper's images, and of the images for a short training run."""
+"""Side of the paper's images, and of the images in the training step."""
 SWEEP = (96, 128, 160, 175, 192, 224, 256)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", action="store_true", help="draw the figures of earlier measurements and stop")
-    parser.add_argument("--commit", default=_commit(), help="what to write down as the commit that was measured")
+    parser.add_argument("--plot", action="store_true", help="only draw the plots of earlier measurements")
+    parser.add_argument("--commit", default=_commit(), help="commit to record in the results")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to test the script")
     arguments = parser.parse_args()
     if arguments.plot:
         return plot(arguments.out)
@@ -73,31 +73,32 @@ def main() -> None:
 def measure_gpu(quick: bool) -> dict[str, Any]:
     full, training = (64, 32) if quick else (FULL, TRAINING)
     return {
-        "attention": [said(measure_attention(kind, full)) for kind in ("sharp", "flat", "trained")],
-        "forward": said(measure_forward(full)),
+        "attention": [printed(measure_attention(kind, full)) for kind in ("sharp", "flat", "trained")],
+        "forward": printed(measure_forward(full)),
         "instance_optimisation_step": {
-            "ours": said(measure_step(carl(), full, pairs=1, learning_rate=2e-5)),
-            "plain": said(measure_step(carl(), full, pairs=1, learning_rate=2e-5, plain=True)),
+            "ours": printed(measure_step(carl(), full, pairs=1, learning_rate=2e-5)),
+            "plain": printed(measure_step(carl(), full, pairs=1, learning_rate=2e-5, plain=True)),
         },
         "training_step": {
-            "ours": said(measure_training_step(training, pairs=4)),
-            "without_graph": said(measure_step(carl(refinements=2), training, pairs=4, train=True)),
-            "plain": said(measure_step(carl(refinements=2), training, pairs=4, train=True, plain=True)),
+            "ours": printed(measure_training_step(training, pairs=4)),
+            "without_graph": printed(measure_step(carl(refinements=2), training, pairs=4, train=True)),
+            "plain": printed(measure_step(carl(refinements=2), training, pairs=4, train=True, plain=True)),
         },
-        "sweep": [said(measure_side(side)) for side in ((48, 64) if quick else SWEEP)],
+        "sweep": [printed(measure_side(side)) for side in ((48, 64) if quick else SWEEP)],
     }
 
 
-def said(result: dict[str, Any]) -> dict[str, Any]:
+def printed(result: dict[str, Any]) -> dict[str, Any]:
     print(json.dumps(result), flush=True)
     return result
 
 
 def features(kind: str, side: int) -> tuple[Tensor, Tensor, Grid]:
-    """Queries and keys of length 4 as Ξθ has them at this image side: sharp, flat, or as a trained encoder's.
+    """Queries and keys of length 4, as in Ξθ at this image side: sharp, flat, or like a trained encoder's.
 
-    "flat" features deviate from their mean by a fifth of it; a new encoder's, measured, by a third. "trained" has what
-    trained features have: neighbours are alike (smooth noise over 3 voxels), and the two images differ by noise.
+    "flat" features deviate from their mean by a fifth of it; those of a new encoder by a third, as measured. "trained"
+    features resemble trained ones: neighbours are similar (noise smoothed over 3 voxels), and the images differ by
+    noise.
     """
     coarse = -(-side // 4)
     grid = Grid.of((coarse,) * 3).pad(9)
@@ -146,7 +147,7 @@ def measure_attention(kind: str, side: int) -> dict[str, Any]:
 
 
 def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 2048) -> dict[str, float]:
-    """Our kernels against float64, for some of the queries: distance in voxels, and relative error of gradients."""
+    """Our kernels against float64 for a sample of queries: distances in voxels, relative errors of gradients."""
     some = torch.randperm(queries.shape[1], device="cuda", generator=torch.Generator("cuda").manual_seed(1))[:sample]
     inputs = queries[:, some].contiguous().requires_grad_(), keys.clone().requires_grad_()
     upstream = torch.randn(1, len(some), 3, device="cuda")
@@ -174,7 +175,7 @@ def attention_accuracy(queries: Tensor, keys: Tensor, grid: Grid, sample: int = 
 
 
 def images(side: int, pairs: int, device: str) -> tuple[Tensor, Tensor]:
-    """Smooth random images: some structure at several scales."""
+    """Smooth random images with structure at several scales."""
     generator = torch.Generator(device).manual_seed(0)
     total = torch.zeros(2 * pairs, 1, side, side, side, device=device)
     for cells in (4, 8, 16):
@@ -184,7 +185,7 @@ def images(side: int, pairs: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def trained_like(model: RegistrationAlgorithm, side: int, device: str) -> RegistrationAlgorithm:
-    """Refinements that move points by about two voxels: at zero, as they start, they would show no error."""
+    """Set refinements to move points by about two voxels. Initially they are zero and would hide errors."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, UNet):
@@ -221,7 +222,7 @@ def measure_step(
     plain: bool = False,
     learning_rate: float = 1e-4,
 ) -> dict[str, Any]:
-    """Both directions, loss, gradients and Adam."""
+    """One step: both directions, loss, gradients and Adam."""
     moving, fixed = images(side, pairs, "cuda")
     model = trained_like(model, side, "cuda").train(train)
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, fused=not plain)
@@ -240,11 +241,11 @@ def measure_step(
 
 
 def measure_training_step(side: int, pairs: int) -> dict[str, Any]:
-    """What `training.train` does at each step: the same, replayed as a CUDA graph."""
+    """One step as `training.train` runs it: the same, replayed as a CUDA graph."""
     moving, fixed = images(side, pairs, "cuda")
     model = trained_like(carl(refinements=2), side, "cuda").train()
     step = TrainingStep(model, Stage(1), device=moving.device)
-    for _ in range(5):  # until it is captured
+    for _ in range(5):  # until the graph is captured
         step(moving, fixed, 1e-4, seed=0)
     return {"side": side, "pairs": pairs, "ms": milliseconds(lambda: step(moving, fixed, 1e-4, seed=0), 20)}
 

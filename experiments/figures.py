@@ -3,9 +3,9 @@
     python experiments/figures.py            # rewrite tables and plots that differ
     python experiments/figures.py --check    # change nothing; list what differs and exit with 1
 
-A page marks the place of a table with `<!-- table: NAME -->` and `<!-- end of table -->`; what stands between them is
-replaced by what the function of that name in this file returns. Tables are compared byte for byte, plots with a
-tolerance, since fonts and libraries differ between machines. Pictures of scans need the scans and are not rebuilt here.
+A page marks a table with `<!-- table: NAME -->` and `<!-- end of table -->`; the text between them is replaced by the
+result of the function of that name in this file. Tables are compared byte for byte, plots with a tolerance, since fonts
+and libraries differ between machines. Pictures of scans need the scans and are not rebuilt here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "experiments"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 TOLERANCE = 0.02
-"""Largest mean difference between two plots, as a share of the range of intensities."""
+"""Largest mean difference between two plots, as a fraction of the intensity range."""
 
 Table = Callable[[], str]
 TABLES: dict[str, Table] = {}
@@ -68,7 +68,7 @@ def number(value: float) -> str:
 
 
 def timings() -> Iterator[tuple[str, ...]]:
-    """What was timed, our time, the plain way's, their ratio, our memory, the plain way's."""
+    """Rows: the operation; our time, the plain time and their ratio; our memory and the plain memory."""
 
     def row(
         what: str, ours: float, plain: float, unit: str = "ms", memory: str = "", other: str = ""
@@ -86,7 +86,7 @@ def timings() -> Iterator[tuple[str, ...]]:
     ):
         entry = gpu[name]
         side = entry["side"] if "side" in entry else entry["ours"]["side"]
-        measured = entry.get("without_graph", entry["ours"])  # memory of a CUDA graph is not counted
+        measured = entry.get("without_graph", entry["ours"])  # memory statistics miss what a CUDA graph uses
         memory, other = (f"{one['peak_gb']:.1f} GB" for one in (measured, entry["plain"]))
         yield row(what.format(side), entry["ours"]["ms"], entry["plain"]["ms"], "ms", memory, other)
     both, alone = cpu["both_directions"]["ours"], cpu["both_directions"]["one_after_the_other"]
@@ -96,13 +96,13 @@ def timings() -> Iterator[tuple[str, ...]]:
 
 @table
 def speed() -> Iterator[Sequence[str]]:
-    yield "what", "carlreg", "plain", "ratio", "memory", "plain memory"
+    yield "operation", "carlreg", "plain", "ratio", "memory", "plain memory"
     yield from timings()
 
 
 @table
 def speed_in_short() -> Iterator[Sequence[str]]:
-    yield "what", "carlreg", "plain", "ratio"
+    yield "operation", "carlreg", "plain", "ratio"
     yield from (row[:4] for row in list(timings())[2:5])
 
 
@@ -144,10 +144,10 @@ def base_at_the_grid() -> Iterator[Sequence[str]]:
     scores = result("base/results/scores-7.json")["after"]["val"]
     for words, kind in (
         ("brain, 14 subcortical structures", "brain"),
-        ("the same, the moving brain in another contrast", "brain_other_contrast"),
+        ("the same, moving brain in another contrast", "brain_other_contrast"),
         ("abdomen CT, 13 organs", "abdomen"),
         ("abdomen MR, 4 organs", "abdomen_mr"),
-        ("abdomen CT and MR, both ways, 4 organs", "ct_mr"),
+        ("abdomen CT to MR and MR to CT, 4 organs", "ct_mr"),
         ("heart, systole fixed, 3 structures", "cardiac_systole_fixed"),
         ("heart, diastole fixed, 3 structures", "cardiac_diastole_fixed"),
         ("hippocampus, 2 parts", "hippocampus"),
@@ -183,7 +183,7 @@ def rot_at_all_angles() -> Iterator[Sequence[str]]:
 
 
 @table
-def base_beside_others() -> Iterator[Sequence[str]]:
+def base_and_others() -> Iterator[Sequence[str]]:
     yield (
         *("", "brain", "abdomen, 13 organs", "abdomen, 5 organs", "hippocampus"),
         *("folds, % (brain, abdomen, hippocampus)", "steps"),
@@ -194,8 +194,8 @@ def base_beside_others() -> Iterator[Sequence[str]]:
         ("carl-base 2", "-3", "8 600, over two runs"),
         ("GradICON, 10.1 M parameters", "-grad", "20 100, over three runs"),
         ("GradICON after its second run", "-grad-2", "14 300, over two runs"),
-        ("GradICON after its first run", "-grad-1", "5 800, anew"),
-        ("CARL without abdomens", "-left", "3 300, anew"),
+        ("GradICON after its first run", "-grad-1", "5 800, from scratch"),
+        ("CARL without abdomens", "-left", "3 300, from scratch"),
         ("carl-base 3 with Ψ3", "-refine", "900 more"),
     ):
         scores = result(f"base/results/scores{ending}.json")["val"]["network"]
@@ -210,15 +210,15 @@ def base_5() -> Iterator[Sequence[str]]:
     scores = {"before": result("base/results/scores-6.json")["before"]}  # carl-base 4
     scores["after"] = result("base/results/scores-7.json")["after"]
     for words, kind, key in (
-        ("brain, 14 subcortical", "brain", "dice"),
-        ("the same, the moving brain in another contrast", "brain_other_contrast", "dice"),
+        ("brain, 14 subcortical structures", "brain", "dice"),
+        ("the same, moving brain in another contrast", "brain_other_contrast", "dice"),
         ("brain, IBSR, 3 tissues", "brain_ibsr", "dice"),
-        ("rendered heads, each in its contrast, 14 subcortical", "brain_maps", "dice"),
+        ("rendered heads, each in its own contrast, 14 subcortical structures", "brain_maps", "dice"),
         ("rendered head to OASIS brain", "head_to_brain", "dice"),
         ("abdomen CT, 13 organs", "abdomen", "dice"),
         ("abdomen CT, 5 organs", "abdomen", "dice_five"),
         ("abdomen MR, 4 organs", "abdomen_mr", "dice"),
-        ("abdomen CT and MR, both ways, 4 organs", "ct_mr", "dice"),
+        ("abdomen CT to MR and MR to CT, 4 organs", "ct_mr", "dice"),
         ("heart, systole fixed", "cardiac_systole_fixed", "dice"),
         ("heart, diastole fixed", "cardiac_diastole_fixed", "dice"),
         ("hippocampus", "hippocampus", "dice"),
@@ -236,17 +236,17 @@ def base_5() -> Iterator[Sequence[str]]:
 def unseen_anatomy() -> Iterator[Sequence[str]]:
     yield "", "13 organs", "5 organs", "folds, %"
     names = {
-        "boxes": "boxes laid onto one another",
-        "affine": "closed-form affine map of its own attention",
+        "boxes": "boxes aligned",
+        "affine": "closed-form affine fit to the network's attention",
         "network": "network",
-        "optimised": "network, then the fields optimised",
+        "optimised": "network, then field optimisation",
     }
     for key, row in result("base/results/unseen.json")["means"].items():
         yield names[key], *three([row["dice"], row["dice_five"]]), f"{row['folds']:.4f}"
 
 
 def tuned(*names: str) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Scores of tune_fields.py by the ending of their file, settings and set."""
+    """Scores of tune_fields.py, by the suffix of their file, the settings and the set."""
     return {
         (name, json.dumps(row["settings"]), row["set"]): row
         for name in names
@@ -259,17 +259,20 @@ def field_settings() -> Iterator[Sequence[str]]:
     yield "", "abdomen, 13 organs", "5 organs", "brain", "hippocampus"
     rows = tuned("", "-3")
     tried: list[tuple[str, str, dict[str, float]]] = [
-        ("the network alone", "", {"steps": 0}),
-        ("window of 4 voxels, as in training", "-3", {}),
-        ("3", "-3", {"sigma": 3.0}),
-        ("**2**", "", {}),
-        ("1.5", "", {"window": 1.5}),
-        ("2, weight of the regulariser 3 instead of 1.5", "", {"weight": 3.0}),
-        ("2, 0.75", "", {"weight": 0.75}),
-        ("2, twice as many steps", "", {"steps": 40}),
-        ("2, one coarser grid more", "-3", {"levels": 4, "sigma": 2.0}),
-        ("2, on grids of 48, 24 and 12 voxels a side", "-3", {"side": 48, "sigma": 2.0}),
-        *((f"2, held near the start: {weight:g}", "", {"stay": weight}) for weight in (0.003, 0.01, 0.03, 0.1)),
+        ("network alone", "", {"steps": 0}),
+        ("window 4, as in training", "-3", {}),
+        ("window 3", "-3", {"sigma": 3.0}),
+        ("**window 2, regulariser weight 1.5**", "", {}),
+        ("window 1.5", "", {"window": 1.5}),
+        ("window 2, regulariser weight 3", "", {"weight": 3.0}),
+        ("window 2, regulariser weight 0.75", "", {"weight": 0.75}),
+        ("window 2, twice as many steps", "", {"steps": 40}),
+        ("window 2, one more coarse grid", "-3", {"levels": 4, "sigma": 2.0}),
+        ("window 2, grids of side 48, 24 and 12", "-3", {"side": 48, "sigma": 2.0}),
+        *(
+            (f"window 2, penalty on the distance from the start {weight:g}", "", {"stay": weight})
+            for weight in (0.003, 0.01, 0.03, 0.1)
+        ),
     ]
     for words, name, settings in tried:
         abdomen, brain, parts = (rows[name, json.dumps(settings), key] for key in ("abdomen", "brain", "hippocampus"))
@@ -281,10 +284,10 @@ def field_settings_4() -> Iterator[Sequence[str]]:
     yield "", "abdomen, 13 organs", "5 organs", "brain"
     rows = tuned("-4")
     tried: list[tuple[str, dict[str, float]]] = [
-        ("the network alone", {"steps": 0}),
-        ("window of 2 voxels, weight 1.5", {}),
-        ("1.5, 1.5", {"window": 1.5}),
-        ("**1.5, 0.75**", {"window": 1.5, "weight": 0.75}),
+        ("network alone", {"steps": 0}),
+        ("window 2, weight 1.5", {}),
+        ("window 1.5, weight 1.5", {"window": 1.5}),
+        ("**window 1.5, weight 0.75**", {"window": 1.5, "weight": 0.75}),
     ]
     for words, settings in tried:
         abdomen, brain = (rows["-4", json.dumps(settings), key] for key in ("abdomen", "brain"))
@@ -293,22 +296,22 @@ def field_settings_4() -> Iterator[Sequence[str]]:
 
 @table
 def small_scans() -> Iterator[Sequence[str]]:
-    yield "hippocampus, on half the grid", "Dice"
+    yield "hippocampus, optimised on half the grid", "Dice"
     rows = tuned("-4", "-4h")
     half: dict[str, float] = {"side": 48}
     narrow = {"window": 1.5, "weight": 0.75}
     tried: list[tuple[str, dict[str, float]]] = [
-        ("the network alone", {"steps": 0}),
-        ("window of 2 voxels, weight 1.5", half),
-        ("the same with weight 6", {**half, "weight": 6}),
-        ("with half the steps", {**half, "steps": 10}),
-        ("on two grids instead of three", {**half, "levels": 2}),
-        ("on one", {**half, "levels": 1}),
-        ("on one, window of 1.5, weight 0.75", {**half, "levels": 1, **narrow}),
-        ("the same at a quarter of the rate", {**half, "levels": 1, "learning_rate": 0.25, **narrow}),
-        ("**at a tenth of the rate**", {**half, "levels": 1, "learning_rate": 0.1, **narrow}),
+        ("network alone", {"steps": 0}),
+        ("three grids, window 2, weight 1.5", half),
+        ("three grids, window 2, weight 6", {**half, "weight": 6}),
+        ("three grids, window 2, weight 1.5, half the steps", {**half, "steps": 10}),
+        ("two grids, window 2, weight 1.5", {**half, "levels": 2}),
+        ("one grid, window 2, weight 1.5", {**half, "levels": 1}),
+        ("one grid, window 1.5, weight 0.75", {**half, "levels": 1, **narrow}),
+        ("the same, a quarter of the learning rate", {**half, "levels": 1, "learning_rate": 0.25, **narrow}),
+        ("**the same, a tenth of the learning rate**", {**half, "levels": 1, "learning_rate": 0.1, **narrow}),
         (
-            "at a tenth of the rate, with half the steps",
+            "the same, a tenth of the learning rate and half the steps",
             {**half, "levels": 1, "learning_rate": 0.1, "steps": 10, **narrow},
         ),
     ]
@@ -326,7 +329,7 @@ def encoder_widths() -> Iterator[Sequence[str]]:
         yield str(width), *three(scores[key]["dice"] for key in SETS)
 
 
-# ---- accuracy beside other programs ---------------------------------------------------------------------------------
+# ---- accuracy compared with other programs --------------------------------------------------------------------------
 
 PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
 
@@ -335,13 +338,13 @@ PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
 def accuracy() -> Iterator[Sequence[str]]:
     yield (
         *("", "pairs", "boxes", "CARL", "with optimisation"),
-        *(*PROGRAMS, "CARL − ANTs, better on"),
+        *(*PROGRAMS, "CARL − ANTs, pairs where CARL is better"),
     )
     text = (HERE / "accuracy/results/table.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     cells = {(line[0], line[1]): line[2:] for line in lines[1:]}
     for task in dict.fromkeys(task for task, _ in cells):
-        ours = [cells[task, method] for method in ("boxes laid onto one another", "CARL", "CARL with optimisation")]
+        ours = [cells[task, method] for method in ("boxes aligned", "CARL", "CARL with optimisation")]
         others = [cells[task, method][1] if (task, method) in cells else "" for method in PROGRAMS]
         note = next(line for line in text.splitlines() if line.startswith(f"- {task}: ") and f"− {PROGRAMS[0]}" in line)
         difference, better = re.findall(r"is (\S+) Dice.*better on (.*) pairs", note)[0]
@@ -368,7 +371,7 @@ def shifts(way: str) -> Iterator[Sequence[str]]:
     yield f"carl-base on these {len(shared)}, {AXES[0]}", *three(map(mean, same))
     for axis in AXES:
         visible = (mean(row["visible"]) for row in base["rows"] if row["axis"] == axis)
-        yield f"in view, {axis}", *(f"{100 * share:.0f} %" for share in visible)
+        yield f"share in view, {axis}", *(f"{100 * share:.0f} %" for share in visible)
 
 
 @table
@@ -412,7 +415,7 @@ def over_angles(label: str, scores: Mapping[str, list[float]]) -> Sequence[str]:
 
 
 @table
-def turned_retinas() -> Iterator[Sequence[str]]:
+def rotated_retinas() -> Iterator[Sequence[str]]:
     yield "degrees", *RETINA_ANGLES
     runs = result("rotation/results/runs.json")
     yield over_angles("unregistered", runs["unregistered"])
@@ -421,15 +424,15 @@ def turned_retinas() -> Iterator[Sequence[str]]:
 
 
 @table
-def turned_retinas_optimised() -> Iterator[Sequence[str]]:
+def rotated_retinas_optimised() -> Iterator[Sequence[str]]:
     yield "degrees", *RETINA_ANGLES
     sweep = result("rotation/results/sweep.json")
     for network in ("rot", "CARL", "displacement"):
-        yield over_angles(f"{NETWORKS[network]}, alone", sweep["network"][network])
-        yield over_angles(f"{NETWORKS[network]}, with 50 steps", sweep["optimised"][network])
+        yield over_angles(f"{NETWORKS[network]}, network alone", sweep["network"][network])
+        yield over_angles(f"{NETWORKS[network]}, optimised", sweep["optimised"][network])
 
 
-def turned_brains(methods: Mapping[str, str]) -> Iterator[Sequence[str]]:
+def rotated_brains(methods: Mapping[str, str]) -> Iterator[Sequence[str]]:
     angles = (0, 15, 30, 45, 60, 90, 135, 180)
     yield "degrees", *map(str, angles)
     for name, words in methods.items():
@@ -441,14 +444,14 @@ def turned_brains(methods: Mapping[str, str]) -> Iterator[Sequence[str]]:
 
 
 @table
-def turned_brains_optimised() -> Iterable[Sequence[str]]:
+def rotated_brains_optimised() -> Iterable[Sequence[str]]:
     names = {"base": "carl-base", "auto": "auto", "rot": "carl-rot", "gradicon": "GradICON"}
-    return turned_brains({f"{key}-optimised": words for key, words in names.items()} | {"ANTs": "ANTs SyNQuick"})
+    return rotated_brains({f"{key}-optimised": words for key, words in names.items()} | {"ANTs": "ANTs SyNQuick"})
 
 
 @table
-def turned_brains_alone() -> Iterable[Sequence[str]]:
-    return turned_brains({"base": "carl-base alone", "rot": "carl-rot alone", "gradicon": "GradICON alone"})
+def rotated_brains_alone() -> Iterable[Sequence[str]]:
+    return rotated_brains({"base": "carl-base alone", "rot": "carl-rot alone", "gradicon": "GradICON alone"})
 
 
 # ---- the paper's smaller experiments --------------------------------------------------------------------------------
@@ -492,7 +495,7 @@ def retina_equivariance() -> Iterator[Sequence[str]]:
 
 @table
 def retina_speed() -> Iterator[Sequence[str]]:
-    yield "network", "1 run", "3 runs", "6 runs", "kernels a step", "of them under 10 µs", "kernel time, ms"
+    yield "network", "1 run", "3 runs", "6 runs", "kernels per step", "kernels under 10 µs", "kernel time per step, ms"
     for name, row in result("retina/results/speed.json")["networks"].items():
         steps = [f"{row['steps_per_second'][n]:.0f}" for n in "136"]
         yield name, *steps, str(row["kernels"]), str(row["shorter_than_10_us"]), f"{row['kernel_ms']:.1f}"
@@ -527,7 +530,7 @@ def capture_radius() -> Iterator[Sequence[str]]:
 
 
 def script(path: str) -> ModuleType:
-    """A script beside its results, as a module."""
+    """Import a script by its path."""
     sys.path[:0] = [str(HERE), str((ROOT / path).parent)]
     spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), ROOT / path)
     assert spec is not None
@@ -539,7 +542,7 @@ def script(path: str) -> ModuleType:
 
 
 def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Draw every plot into a folder: the committed file, and the new one."""
+    """Draw every plot into a folder; yield the committed file and the new one."""
     moved = script("experiments/moved/grid.py")
     for way in ("96", "160-seen-96", "160-cropped-96", "192"):
         moved.draw(result(f"moved/results/shifts-{way}.json"), folder / f"shifts-{way}.png")
@@ -558,7 +561,7 @@ def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
     turned = copied(HERE / "rotation/results", folder / "rotation")
     rotation = script("experiments/rotation/plot.py")
     rotation.curves(turned)
-    rotation.places(turned)
+    rotation.encoder_errors(turned)
     rotation.registrations(sorted(turned.glob("turned-*.json")), turned)
     for name in ("angles.png", "encoder.png", "turned.png"):
         yield HERE / "rotation/results" / name, turned / name
@@ -568,15 +571,15 @@ def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def copied(results: Path, folder: Path) -> Path:
-    """Result files in another folder, for scripts that draw beside them."""
+    """Copy result files into another folder, for scripts that draw beside them."""
     return Path(shutil.copytree(results, folder, ignore=shutil.ignore_patterns("*.png")))
 
 
-# ---- all of it ------------------------------------------------------------------------------------------------------
+# ---- pages and plots ------------------------------------------------------------------------------------------------
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables: tables among the results are results themselves."""
+    """The pages that may hold tables. Tables in result folders are results themselves and are not rebuilt."""
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
@@ -586,7 +589,7 @@ def pages() -> list[Path]:
 
 
 def rebuilt(text: str) -> str:
-    """A page with its tables as the result files have them."""
+    """A page with its tables rebuilt from the result files."""
 
     def replace(block: re.Match[str]) -> str:
         if block[2] not in TABLES:
@@ -601,7 +604,7 @@ def stale_pages() -> list[Path]:
 
 
 def differs(one: Path, other: Path) -> bool:
-    """Whether two plots show something else: another size, or another picture when both are blurred."""
+    """Whether two plots differ in size, or in content after both are downsampled."""
     import numpy as np
     from PIL import Image
 
@@ -625,7 +628,7 @@ def main() -> None:
     if arguments.check:
         stale = [*stale_pages(), *stale_plots()]
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not what the result files give: run make figures")
+            print(f"{path.relative_to(ROOT)} does not match the result files: run make figures")
         sys.exit(bool(stale))
     for page in stale_pages():
         page.write_text(rebuilt(page.read_text(encoding="utf-8")), encoding="utf-8")

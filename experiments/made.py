@@ -1,4 +1,4 @@
-"""What every result says of how it was made."""
+"""Provenance for result files, and compact pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def commit() -> str:
-    """Of this checkout, with "-dirty" behind it where files were changed; "unknown" without git."""
+    """The commit of this checkout, with the suffix "-dirty" if files were changed; "unknown" without git."""
     if shutil.which("git") is None:
         return "unknown"
     words = ["git", "describe", "--always", "--dirty"]
@@ -24,7 +24,7 @@ def machine() -> str:
 
 
 def png(figure: Any, dpi: int) -> bytes:
-    """A Matplotlib figure of many slices with 256 colours: half the size, and as good to look at."""
+    """Encode a Matplotlib figure as PNG with 256 colours: half the size, no visible difference."""
     from PIL import Image
 
     buffer, small = io.BytesIO(), io.BytesIO()

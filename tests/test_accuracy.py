@@ -207,13 +207,13 @@ def test_without_ants_it_says_so_and_the_others_go_on(
     out = tmp_path / "out"
     run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
     said = capsys.readouterr().out
-    assert "antspyx is not installed: ANTs SyNQuick is left out" in said
+    assert "antspyx is not installed: skipping ANTs SyNQuick" in said
     assert "abdomen, ANTs SyNQuick: 0 of 6 pairs are scored" in said
     assert "CARL with optimisation and ANTs SyNQuick have no pair in common yet" in said
     assert line(out, "abdomen, 13 organs", "CARL")[0] == "2"
     assert {method for method, _ in scored(out)} == {
         "unregistered",
-        "boxes laid onto one another",
+        "boxes aligned",
         "CARL",
         "CARL with optimisation",
     }
@@ -265,7 +265,7 @@ def test_results_of_another_model_are_not_taken_for_this_one(
 ) -> None:
     other = tmp_path / "other.safetensors"
     save(carl(3, 2, width=8, **SMALL), other, metadata={"grid": "16 16 16", "of": "another"})
-    with pytest.raises(SystemExit, match="is not by the model"):
+    with pytest.raises(SystemExit, match="was not made by"):
         run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", other, "--out", tmp_path / "out")
 
 
@@ -296,7 +296,7 @@ def test_registrations_of_the_native_run_are_kept_and_scored(
     rows = scored(tmp_path / "out", "hippocampus")
     assert rows["CARL", kept.name]["dice"] == row["after"]
     assert rows["unregistered", kept.name]["dice"] == row["before_headers"]
-    assert rows["boxes laid onto one another", kept.name]["dice"] == row["before_stretched"]
+    assert rows["boxes aligned", kept.name]["dice"] == row["before_stretched"]
     (second,) = {pair for _, pair in rows} - {kept.name}
     assert (kept.parent / second / "transform.h5").is_file()
     assert rows["CARL", second]["transform"] == sha256(kept.parent / second / "transform.h5")

@@ -136,7 +136,7 @@ def test_a_cube_is_cut_where_the_frame_says(grid: ModuleType) -> None:
     fixed[:, 0, 2:38, 2:38, 2:38] = 1
     cut = grid.cut_sides(moving, fixed)
     assert cut == [[True, False, True], [False, False, False]]
-    seen, there, back = grid.as_seen(moving, 41, cut)
+    seen, there, back = grid.at_grid(moving, 41, cut)
     read = warp(moving, there, like=seen, outside="zeros")
     assert (read - seen).abs().max() < 1e-4  # nothing shrinks, so nothing is averaged
     low, high = 39 * there(torch.tensor([[[0.0] * 3, [1.0] * 3]]).expand(2, 2, 3))[0]

@@ -1,16 +1,17 @@
-"""How good CARL is on the validation pairs, beside ANTs SyNQuick, greedy and ConvexAdam, in the images' own space.
+"""Score CARL, ANTs SyNQuick, greedy and ConvexAdam on the validation pairs, in the images' own space.
 
     python experiments/native/run.py ../shared/data work --kinds network fields --keep work/carl
     python experiments/accuracy/run.py ../shared/data work
 
-Brains by 14 subcortical structures, abdomens by 13 organs and by 5 of them, all ordered pairs; hippocampi by 2 parts,
-40 pairs. CARL's registrations are those that experiments/native kept in work/carl/SET/KIND/PAIR; where one is missing,
-`carl register` makes it. ANTs' are in work/ants/SET/PAIR, as `carl evaluate --save` keeps them, and the others' in
-work/greedy and work/convexadam; where one is missing, that program is run, if it is installed. A registration is scored
-once: its row in results/SET.json has the checksum of its transform. So the run can be stopped, and goes on where it
-was.
+Brains are scored on 14 subcortical structures and abdomens on 13 organs and on 5 of them, over all ordered pairs;
+hippocampi on 2 parts, over 40 pairs. CARL's results are read from work/carl/SET/KIND/PAIR, where experiments/native
+keeps them; missing ones are made with `carl register`. Results of ANTs are kept in work/ants/SET/PAIR, as by
+`carl evaluate --save`, those of the others in work/greedy and work/convexadam; a missing one is computed if the program
+is installed. Each result is scored once: its row in results/SET.json has the checksum of its transform. So the script
+can be stopped and continues where it stopped.
 
-Writes results/SET.json, the box plots SET.png, the best, median and worst pair SET_pairs.png, and table.md of all sets.
+Writes results/SET.json, the box plots SET.png, the best, median and worst pair SET_pairs.png, and table.md for all
+sets.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ TASKS = {
     "hippocampus, 2 parts": ("hippocampus", SETS["hippocampus"]),
 }
 CARL = {"CARL": "network", "CARL with optimisation": "fields"}
-"""Our methods, and what experiments/native calls them."""
+"""Our methods, and their names in experiments/native."""
 BEST, ANTS = "CARL with optimisation", "ANTs SyNQuick"
 OTHERS = {
     ANTS: ("ants-synquick", "ants", "ants", "antspyx"),
     "greedy": ("greedy", "greedy", "picsl_greedy", "picsl-greedy"),
     "ConvexAdam": ("convexadam", "convexadam", "convexAdam", "convexAdam"),
 }
-"""Other people's methods: what `carlreg.baselines` calls each, its folder in WORK, its module and its package."""
-METHODS = ("unregistered", "boxes laid onto one another", *CARL, *OTHERS)
+"""Other programs: the name of the baseline, its folder in WORK, its module and its package."""
+METHODS = ("unregistered", "boxes aligned", *CARL, *OTHERS)
 
 
 def main() -> None:
@@ -73,23 +74,27 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--pairs", type=int, help="the first so many of each set, in an order drawn with a fixed seed")
-    parser.add_argument("--model", default="default", help="a model's name or file; the default model if left out")
-    parser.add_argument("--kept", type=Path, help="where experiments/native kept registrations; WORK/carl if left out")
-    parser.add_argument("--carl-pairs", type=int, help="let CARL register at most so many pairs in this call")
-    parser.add_argument("--ants-pairs", type=int, help="let ANTs register at most so many pairs in this call")
-    parser.add_argument("--other-pairs", type=int, help="let greedy and ConvexAdam each register at most so many")
+    parser.add_argument(
+        "--pairs", type=int, help="use the first N pairs of each set, in a random order with a fixed seed"
+    )
+    parser.add_argument("--model", default="default", help="name or file of a model (default: the default model)")
+    parser.add_argument(
+        "--kept", type=Path, help="folder in which experiments/native kept its results (default: WORK/carl)"
+    )
+    parser.add_argument("--carl-pairs", type=int, help="register at most N pairs with CARL in this run")
+    parser.add_argument("--ants-pairs", type=int, help="register at most N pairs with ANTs in this run")
+    parser.add_argument("--other-pairs", type=int, help="the same for greedy and for ConvexAdam")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.model != "default" and arguments.out == RESULTS:
-        parser.error("results beside this script are the default model's: expected --out with another --model")
+        parser.error("the results beside this script belong to the default model: give --out with another --model")
     weights = sha256(find_model(arguments.model))
     left = dict.fromkeys(OTHERS, arguments.other_pairs) | dict.fromkeys(CARL, arguments.carl_pairs)
     left[ANTS] = arguments.ants_pairs
     for method, (_, _, module, package) in OTHERS.items():
         if importlib.util.find_spec(module) is None:
             left[method] = 0
-            print(f"{package} is not installed: {method} is left out but for what is kept of it", flush=True)
+            print(f"{package} is not installed: skipping {method}, except for results kept earlier", flush=True)
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -101,21 +106,21 @@ def main() -> None:
         for pair in pairs[: arguments.pairs]:
             for source in sources:
                 failed += not enter(book, source, pair, left)
-        found = book.evaluation()
+        evaluation = book.evaluation()
         for method in METHODS:
-            print(f"{name}, {method}: {len(found.of(method))} of {len(pairs)} pairs are scored", flush=True)
-        if common(found).scores:
-            write_atomically(arguments.out / f"{name}.png", box_plot(common(found)))
-        picture(found, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
+            print(f"{name}, {method}: {len(evaluation.of(method))} of {len(pairs)} pairs are scored", flush=True)
+        if common(evaluation).scores:
+            write_atomically(arguments.out / f"{name}.png", box_plot(common(evaluation)))
+        picture(evaluation, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
     text = table({name: Book.open(arguments.out / f"{name}.json", weights) for name in SETS})
     write_atomically(arguments.out / "table.md", text.encode())
     print(text)
     if failed:
-        sys.exit(f"{failed} failed, as told above")
+        sys.exit(f"{failed} failed; see the messages above")
 
 
 def pairs_of(folder: Path, name: str) -> list[Pair]:
-    """The validation pairs of a set, in their drawn order."""
+    """The validation pairs of a set, in their random order."""
 
     def pair(fixed: str, moving: str) -> Pair:
         images = (folder / f"{case}.nii.gz" for case in (fixed, moving))
@@ -125,40 +130,40 @@ def pairs_of(folder: Path, name: str) -> list[Pair]:
     return [pair(fixed, moving) for fixed, moving in validation_pairs(folder, name)]
 
 
-# ---- where registrations come from ----------------------------------------------------------------------------------
+# ---- results of the methods -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
-    """A method, and its files: a folder for each pair."""
+    """A method and its results, a folder for each pair."""
 
     name: str
     method: Method
-    """Takes a pair's result from its folder."""
+    """Reads a pair's result from its folder."""
     root: Path | None = None
     """None for a method that needs no files."""
-    is_complete: Callable[[Path], bool] = lambda place: True
+    is_complete: Callable[[Path], bool] = lambda folder: True
     make: Callable[[Pair], object] = lambda pair: None
-    """Fills a pair's folder."""
+    """Registers a pair into its folder."""
 
     def checksum(self, pair: Pair) -> str | None:
-        """Of a pair's result; None if there is no result yet."""
+        """The checksum of a pair's result; None if there is no result yet."""
         if self.root is None:
             return self.name
-        place = self.root / pair.name
-        if not self.is_complete(place):
+        folder = self.root / pair.name
+        if not self.is_complete(folder):
             return None
-        transform = place / "transform.h5"
-        return sha256(transform if transform.is_file() else place / "report.json")  # of a failure there is but a report
+        transform = folder / "transform.h5"
+        return sha256(transform if transform.is_file() else folder / "report.json")  # a failure leaves a report only
 
-    def told(self, pair: Pair) -> dict[str, Any]:
+    def report(self, pair: Pair) -> dict[str, Any]:
         """The report of a pair's result."""
         path = self.root and self.root / pair.name / "report.json"
         return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
 
 
 def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weights: str) -> list[Source]:
-    """The methods to compare on a set, in the order of the table."""
+    """The methods to compare on a set, in the order of the table's rows."""
 
     def stretched(pair: Pair, fixed: Image, moving: Image) -> Result:
         return Result(boxes(fixed, moving))
@@ -168,7 +173,9 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
 
         def make(pair: Pair) -> None:
             if (root / pair.name / "report.json").exists():
-                sys.exit(f"{root / pair.name} is not by the model {model}; expected that, or another folder as --kept")
+                sys.exit(
+                    f"{root / pair.name} was not made by {model}: pass its own --model, or another folder as --kept"
+                )
             moving, fixed = pair.name.split("_to_")
             same = {"set": name, "fixed": fixed, "moving": moving, "kind": kind}
             register(data, same, work / "pair", model)
@@ -178,7 +185,7 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
             method,
             lambda pair, fixed, moving: in_folder(root)(pair, fixed, moving),
             root,
-            lambda place: is_kept(place, weights),
+            lambda folder: is_kept(folder, weights),
             make,
         )
 
@@ -189,7 +196,7 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
             method,
             run,
             root,
-            lambda place: (place / "report.json").is_file(),
+            lambda folder: (folder / "report.json").is_file(),
             lambda pair: run(pair, read(pair.fixed), read(pair.moving)),
         )
 
@@ -202,11 +209,11 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
 
 
 def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -> bool:
-    """Score a pair that the book does not have, after registering it if it must be and may be; False if that failed."""
-    known, found = book.row(source.name, pair.name), source.checksum(pair)
-    if known is not None and found in (None, known["transform"]):  # the files of what was scored may be gone
+    """Score a pair that has no row yet, registering it first if needed and allowed; False if that failed."""
+    row, checksum = book.row(source.name, pair.name), source.checksum(pair)
+    if row is not None and checksum in (None, row["transform"]):  # the files of a scored result may have been deleted
         return True
-    if found is None:
+    if checksum is None:
         allowed = left[source.name]
         if allowed == 0:
             return True
@@ -215,17 +222,17 @@ def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -
             source.make(pair)
         except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
             print(f"{pair.name} by {source.name}: {error}", file=sys.stderr, flush=True)
-        found = source.checksum(pair)
-        if found is None:
+        checksum = source.checksum(pair)
+        if checksum is None:
             return False
-    # From its file even if it was made just now, so that `carl evaluate` finds the same.
+    # Score the file, even right after it was made, so that the scores are those of `carl evaluate`.
     scores = score(pair, source.method, name=source.name, labels=SETS[book.name], partial=True)
-    book.write(scores, transform=found, told=source.told(pair))
+    book.write(scores, transform=checksum, report=source.report(pair))
     print(f"{pair.name} by {source.name}: Dice {scores.figures['dice']:.4f}", *scores.failures, flush=True)
     return not scores.failures
 
 
-# ---- what is known of a set -----------------------------------------------------------------------------------------
+# ---- scores of a set ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -237,9 +244,9 @@ class Book:
 
     @classmethod
     def open(cls, path: Path, weights: str) -> Book:
-        """What is there, without the rows of other weights than these."""
-        found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-        return cls(path, [row for row in found if row.get("model", {}).get("sha256", weights) == weights])
+        """Read the file, ignoring rows of other weights."""
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+        return cls(path, [row for row in rows if row.get("model", {}).get("sha256", weights) == weights])
 
     @property
     def name(self) -> str:
@@ -248,17 +255,17 @@ class Book:
     def row(self, method: str, pair: str) -> dict[str, Any] | None:
         return next((row for row in self.rows if (row["method"], row["pair"]) == (method, pair)), None)
 
-    def write(self, scores: Scores, *, transform: str, told: dict[str, Any]) -> None:
-        """Put a pair's scores in the place of what was known of it."""
+    def write(self, scores: Scores, *, transform: str, report: dict[str, Any]) -> None:
+        """Add a pair's scores, replacing earlier ones, and write the file."""
         row = {key: value for key, value in scores.as_dict().items() if not key.startswith("tre_mm")}
         row |= {"transform": transform, "commit": commit()}
-        if "model" in told:
-            row["model"] = {key: told["model"].get(key) for key in ("name", "sha256")}
+        if "model" in report:
+            row["model"] = {key: report["model"].get(key) for key in ("name", "sha256")}
         before = self.row(scores.method, scores.pair)
         self.rows = [*(one for one in self.rows if one is not before), row]
         head = {"set": self.name, "seed": SEED, "machine": machine(), "labels": NAMES[self.name]}
         lines = ",\n".join(json.dumps(row) for row in self.rows)
-        text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'  # a line for each row, or it would be very long
+        text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'  # one line per row
         write_atomically(self.path, text.encode())
 
     def evaluation(self) -> Evaluation:
@@ -268,7 +275,7 @@ class Book:
 
 
 def scores_of(row: dict[str, Any]) -> Scores:
-    """What `Scores.as_dict` wrote."""
+    """The inverse of `Scores.as_dict`."""
 
     def numbers(values: Mapping[Any, float | None]) -> dict[Any, float]:
         return {key: math.nan if value is None else value for key, value in values.items()}
@@ -281,7 +288,7 @@ def scores_of(row: dict[str, Any]) -> Scores:
 
 
 def on_labels(evaluation: Evaluation, labels: Sequence[int]) -> Evaluation:
-    """The same scores, of these labels alone."""
+    """The same scores, restricted to these labels."""
 
     def cut(scores: Scores) -> Scores:
         dice = {label: value for label, value in scores.dice.items() if label in labels}
@@ -293,7 +300,7 @@ def on_labels(evaluation: Evaluation, labels: Sequence[int]) -> Evaluation:
 
 
 def common(evaluation: Evaluation) -> Evaluation:
-    """The scores of the pairs that every method has."""
+    """The scores of the pairs that all methods share."""
     having = [{scores.pair for scores in evaluation.of(method) if scores.dice} for method in evaluation.methods]
     shared = set.intersection(*having) if having else set()
     return Evaluation([scores for scores in evaluation.scores if scores.pair in shared], evaluation.names)
@@ -303,14 +310,14 @@ def common(evaluation: Evaluation) -> Evaluation:
 
 
 def table(books: Mapping[str, Book]) -> str:
-    """Means over the pairs that all methods of a set have, and over each one's own; CARL less each other program, pair
-    by pair."""
+    """Means over the pairs that all methods of a set share, each method's mean over all its pairs, and the differences
+    between CARL and the other programs per pair."""
     headings = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", "Dice, all its pairs")
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     notes = [
-        "Pairs are those that every method of the set has; the last column has each method's mean over all its own.",
-        "carl-base learnt from other subjects' labels of these structures, the other programs from none.",
-        "Intervals take pairs for independent, but they share subjects: the true ones are wider.",
+        "Means are over the pairs that all methods share; the last column is each method's mean over all its pairs.",
+        "carl-base was trained with other subjects' labels of these structures; the other programs use no labels.",
+        "Intervals treat pairs as independent; pairs share subjects, so the true intervals are wider.",
     ]
     for task, (name, labels) in TASKS.items():
         whole = on_labels(books[name].evaluation(), labels)
@@ -322,12 +329,12 @@ def table(books: Mapping[str, Book]) -> str:
             cells.append(f"{np.mean(own):.3f} ({len(own)})" if own else "")
             lines.append(f"| {task} | {method} | {len(shared.of(method))} | {' | '.join(cells)} |")
         for other in OTHERS:
-            told = whole.compare(BEST, other)
-            if told is not None:
-                low, high = told.interval
+            comparison = whole.compare(BEST, other)
+            if comparison is not None:
+                low, high = comparison.interval
                 notes.append(
-                    f"{task}: {BEST} − {other} is {told.mean_difference:+.3f} Dice, 95 % interval {low:+.3f} to "
-                    f"{high:+.3f}, better on {told.won} of {told.pairs} pairs."
+                    f"{task}: {BEST} − {other} is {comparison.mean_difference:+.3f} Dice, 95 % interval {low:+.3f} "
+                    f"to {high:+.3f}, better on {comparison.won} of {comparison.pairs} pairs."
                 )
             elif whole.methods and other == ANTS:
                 notes.append(f"{task}: {BEST} and {other} have no pair in common yet.")
@@ -339,9 +346,9 @@ def table(books: Mapping[str, Book]) -> str:
 
 
 def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[str, Pair], path: Path) -> None:
-    """The best, the median and the worst pair by the Dice of CARL with optimisation, a row each: the fixed image, the
-    moving one in its own space, and warped by each method that has it, each with the outlines of its own labels, and
-    the warped ones with those of the fixed labels in white."""
+    """Draw the best, the median and the worst pair by the Dice of CARL with optimisation, a row each: the fixed image,
+    the moving image in its own space, and the moving image warped by each method. Each shows the outlines of its own
+    labels; warped images also show those of the fixed labels in white."""
     ranked = sorted(
         (scores for scores in evaluation.of(BEST) if scores.dice), key=lambda scores: -scores.figures["dice"]
     )
@@ -351,7 +358,7 @@ def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[st
     shown = [source for source in sources if source.root is not None and evaluation.of(source.name)]
     gone = [s.pair for s in picks.values() if any(o.checksum(pairs[s.pair]) is None for o in shown if o.name == BEST)]
     if gone:
-        print(f"{path.name} is left as it is: the transform of {gone[0]} is gone", flush=True)
+        print(f"not redrawing {path.name}: the transform of {gone[0]} is missing", flush=True)
         return
     from matplotlib.figure import Figure
 
@@ -382,7 +389,7 @@ def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[st
 
 
 def best_slice(labels: Image, wanted: Sequence[int]) -> int:
-    """The axial slice, of the image turned closest to RAS, that shows the most of these structures."""
+    """The axial slice, with axes closest to RAS, that shows the most of these structures."""
     data = to_closest_ras(labels).data
     shown = np.stack([(data == label).sum(axis=(0, 1)) for label in wanted])  # (labels, slices)
     return int(np.lexsort((shown.sum(axis=0), (shown > 0).sum(axis=0)))[-1])
@@ -391,12 +398,12 @@ def best_slice(labels: Image, wanted: Sequence[int]) -> int:
 def draw(
     axis: Any, image: Image, outlines: Mapping[str, Image], height: int, wanted: Sequence[int], title: str
 ) -> None:
-    """An axial slice, and the outlines of these labels by colour; without one, each label has its own."""
+    """Draw an axial slice and the outlines of labels in the given colour; without one, each label has its own."""
     from matplotlib import colormaps
 
-    turned = to_closest_ras(image)
-    aspect = turned.spacing[1] / turned.spacing[0]
-    axis.imshow(turned.data[:, :, height].T, cmap="gray", origin="lower", aspect=aspect)
+    oriented = to_closest_ras(image)
+    aspect = oriented.spacing[1] / oriented.spacing[0]
+    axis.imshow(oriented.data[:, :, height].T, cmap="gray", origin="lower", aspect=aspect)
     for colour, labels in outlines.items():
         plane = to_closest_ras(labels).data[:, :, height].T
         for number, label in enumerate(wanted):

@@ -6,15 +6,15 @@
     python experiments/base/prepare.py DATA carry/turned_labels.npz --sets brain --isotropic 1 --side 191 --labels-only
 
 DATA holds a folder for each set, most of them with `train` and `val` folders of NAME.nii.gz and NAME_labels.nii.gz.
-Scans are turned to the axis order and directions closest to RAS and stretched to the network's grid (hippocampus crops,
-which are small, keep their own; hearts and abdominal MRI keep the slices they have). For a network that learns
-rotations, `--isotropic` keeps their proportions instead: voxels of so many mm around the middle of the scan, empty
-where it ends. `--labels-only` packs the labels of the subjects that are scored, on a finer grid than their images. The
-last three training subjects of each set (patients of `cardiac`) are kept back as `dev`, to choose on.
+Scans are reoriented to the axes closest to RAS and resampled to the network's grid (small hippocampus crops keep their
+own grid; hearts and abdominal MRI keep their slices). For networks that learn rotations, `--isotropic` uses cubic
+voxels of that many mm around the centre of the scan instead, with zeros beyond the scan. `--labels-only` packs only the
+labels of `dev` and `val`, for instance on a finer grid than the images. The last three training subjects of each set
+(patients of `cardiac`) are kept back as `dev`.
 
-Of `brain_maps`, which are label maps alone, NAME is the whole map and NAME/labels the subcortical structures, numbered
-as those of `brain`. CT of lungs is packed in steps of 8 HU from −1024; both of its pairs are trained on. With
-`--most-mib`, the output is split into files of at most that size: all-1.npz, all-2.npz and so on.
+For `brain_maps`, which has label maps only, NAME is the whole map and NAME/labels the subcortical structures, numbered
+as in `brain`. Lung CT is packed in steps of 8 HU from −1024; both of its pairs are for training. With `--most-mib`, the
+output is split into files of at most that size: all-1.npz, all-2.npz and so on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MORE = ("brain_ibsr", "brain_maps", "abdomen_mr", "cardiac", "lung")
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
 """Right and left accumbens, amygdala, caudate, hippocampus, pallidum, putamen, thalamus."""
 FREESURFER = (58, 26, 54, 18, 50, 11, 53, 17, 52, 13, 51, 12, 49, 10)
-"""The same structures as FreeSurfer numbers them."""
+"""The same structures in FreeSurfer's numbering."""
 LUNGS = {"lung/plastimatch": ("t0", "t5"), "lung/elastix": ("baseline", "followup")}
 
 
@@ -49,11 +49,13 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=(*SETS, *MORE, "all"))
-    parser.add_argument("--most-mib", type=float, help="size of a file; what is more goes into further files")
-    parser.add_argument("--isotropic", type=float, metavar="MM", help="size of a voxel, where scans are not stretched")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the network's grid")
-    parser.add_argument("--labels-only", action="store_true", help="of dev and val, to score by")
-    parser.add_argument("--most", type=int, help="subjects per set and split at most, to try things out")
+    parser.add_argument("--most-mib", type=float, help="split the output into files of at most this size")
+    parser.add_argument(
+        "--isotropic", type=float, metavar="MM", help="use cubic voxels of this size instead of stretching scans"
+    )
+    parser.add_argument("--side", type=int, default=SIDE, help="side of the network's grid")
+    parser.add_argument("--labels-only", action="store_true", help="pack only the labels of dev and val, for scoring")
+    parser.add_argument("--most", type=int, help="use at most N subjects of each set and split, to try the script")
     arguments = parser.parse_args()
     packed: dict[str, NDArray[np.uint8]] = {}
     for name in (*SETS, *MORE) if "all" in arguments.sets else arguments.sets:
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def write(packed: dict[str, NDArray[np.uint8]], out: Path, most_mib: float | None) -> None:
-    """One file, or as many as are needed: a volume goes into the next one where it would make this one too large."""
+    """Write one file, or several if a volume would make the current one too large."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, NDArray[np.uint8]]] = [{}]
     size = 0.0
@@ -89,7 +91,7 @@ def write(packed: dict[str, NDArray[np.uint8]], out: Path, most_mib: float | Non
 
 
 def splits(data: Path, name: str) -> dict[str, list[Path]]:
-    """The scans of a set to train, choose and report on."""
+    """The scans of a set: `train`, `dev` and `val`."""
     if name == "lung":
         return {"train": [data / folder / f"{scan}.nii.gz" for folder, pair in LUNGS.items() for scan in pair]}
     if name in ("brain_ibsr", "brain_maps"):
@@ -104,7 +106,7 @@ def subjects(folder: Path) -> list[Path]:
 
 
 def volume(path: Path, side: int, isotropic: float | None, name: str) -> tuple[Tensor, Tensor | None]:
-    """A scan, and where in its unit coordinates the network's voxels lie; None where it keeps its own."""
+    """A scan, and the network's voxels in its unit coordinates; None if the scan keeps its own grid."""
     scan = nib.as_closest_canonical(nib.load(path))
     data = torch.from_numpy(np.asarray(scan.dataobj).astype(np.float32))[None, None]
     if name == "hippocampus":
@@ -126,7 +128,7 @@ def image(path: Path, side: int, isotropic: float | None, name: str) -> NDArray[
     if points is not None:
         if name in SETS:
             scan = gaussian_blur(scan, 0.5) if max(scan.shape) > 1.5 * side else scan
-        else:  # within slices, which are finer than the grid
+        else:  # blur within slices, which are finer than the grid
             slices = scan[0].movedim(-1, 0)
             width = max(scan.shape[2:4]) / side / 2.5
             scan = gaussian_blur(slices, width).movedim(0, -1)[None] if width > 0.5 else scan
@@ -138,14 +140,14 @@ def label_map(path: Path, side: int, isotropic: float | None, name: str) -> NDAr
     labels, points = volume(path, side, isotropic, name)
     if points is not None:
         labels = interpolate(labels, points, mode="nearest", outside="zeros" if isotropic else "border")
-    if name in ("brain", "brain_maps"):  # numbered from 1, what is not subcortical left out
+    if name in ("brain", "brain_maps"):  # subcortical structures only, numbered from 1
         values = SUBCORTICAL if name == "brain" else [numbers_of(path)[value] for value in FREESURFER]
         labels = sum((labels == value).float() * (i + 1) for i, value in enumerate(values))  # type: ignore[assignment]
     return labels[0, 0].byte().numpy()
 
 
 def numbers_of(path: Path) -> dict[int, int]:
-    """What FreeSurfer's numbers are in the maps beside this one."""
+    """FreeSurfer's numbers mapped to those in the label maps of this folder."""
     values = json.loads((path.parent / "label_values.json").read_text())
     return {freesurfer: int(own) for own, freesurfer in values.items()}
 

@@ -2,10 +2,10 @@
 
     python experiments/base/train.py carry/base.npz OUT --seconds 290
 
-Starts from `--model`, if given, else anew; with `--network gradicon` a GradICON network of the same size, to compare
-with; with `--leave-out abdomen` without that anatomy, to see what it does with what it has not seen. Writes the best
-model by mean Dice on the `dev` pairs (training subjects kept back), as half floats, and scores.json: Dice per set on
-`dev` and `val` with and without instance optimisation.
+Continues from `--model`, if given, or starts from scratch. `--network gradicon` trains a GradICON network of the same
+size for comparison; `--leave-out abdomen` trains without that anatomy, to test on one that was not trained on. Writes
+the best model by mean Dice on the `dev` pairs (training subjects kept back), in half precision, and scores.json: Dice
+per set on `dev` and `val` with and without instance optimisation.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from carlreg.training.stages import Stage
 
 SIDE = 96
 MIX = {"brain": 0.4, "abdomen": 0.4, "hippocampus": 0.2}
-"""How often pairs of each set are drawn."""
+"""Relative frequency of each set."""
 CROPPED = "abdomen"
-"""The set whose scans end where the radiographer let them: some show the chest, some the pelvis."""
+"""The set whose field of view varies: some scans show the chest, some the pelvis."""
 MOST_ROOM = 0.8
-"""Of a scan's side, in all, that an image with empty space around it shows beyond the scan."""
+"""Largest empty space around a scan, as a fraction of its side."""
 STRUCTURES = 14
-"""Labels that are learnt from, at most: all of the brain's and the abdomen's."""
+"""Number of labels in the loss: enough for all of the brain's and the abdomen's."""
 NETWORKS: dict[str, Callable[[int], RegistrationAlgorithm]] = {
     "carl": lambda width: carl(3, 2, width=width, unet_down=(16, 32, 64, 128, 160), unet_up=(128, 96, 64, 32, 16)),
     "gradicon": lambda _: gradicon(3, 2, unet_down=(16, 32, 64, 112, 128), unet_up=(112, 80, 48, 32, 16)),
 }
 """Both have 10 M parameters."""
-ANEW = ("network", "width", "diffusion")
-"""Settings of a training that does not go on from a model."""
+FROM_SCRATCH = ("network", "width", "diffusion")
+"""Settings that apply only without `--model`."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
 
@@ -60,18 +60,20 @@ ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--refine", action="store_true", help="with one more refinement than that model has")
-    parser.add_argument("--network", choices=NETWORKS, default="carl", help="where none is given")
-    parser.add_argument("--leave-out", choices=MIX, help="a set that is scored but not trained on")
+    parser.add_argument("--refine", action="store_true", help="add a refinement to the model")
+    parser.add_argument("--network", choices=NETWORKS, default="carl", help="network to train from scratch")
+    parser.add_argument("--leave-out", choices=MIX, help="set to score but not to train on")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation in the evaluation")
-    parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set for that")
-    parser.add_argument("--abdomens", type=float, default=MIX["abdomen"], help="how often they are drawn")
-    parser.add_argument("--hippocampi", type=float, default=MIX["hippocampus"], help="how often they are drawn")
-    parser.add_argument("--cropped", type=float, default=0.0, help="share of abdomens that lose slices at either end")
+    parser.add_argument("--optimized-pairs", type=int, default=4, help="pairs of each set to optimise")
+    parser.add_argument("--abdomens", type=float, default=MIX["abdomen"], help="relative frequency of abdomens")
+    parser.add_argument("--hippocampi", type=float, default=MIX["hippocampus"], help="relative frequency of hippocampi")
+    parser.add_argument(
+        "--cropped", type=float, default=0.0, help="share of abdomens to crop by some slices at either end"
+    )
     parser.add_argument("--room", type=float, default=0.0, help="share of pairs with empty space around the scans")
     arguments = parser.parse_args()
     if arguments.refine and arguments.model is None:
-        parser.error("--refine goes on from a model: expected --model too")
+        parser.error("--refine needs --model")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
@@ -131,7 +133,8 @@ def main() -> None:
         "settings": {
             name: getattr(arguments, name)
             for name in vars(arguments)
-            if name not in ("data", "out", "model", "commit", "seed", "seconds", *(ANEW if arguments.model else ()))
+            if name
+            not in ("data", "out", "model", "commit", "seed", "seconds", *(FROM_SCRATCH if arguments.model else ()))
         },
     }
     save(
@@ -151,28 +154,30 @@ def main() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every training on these packs can be told."""
+    """Add the options shared by all training scripts that use these packs."""
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="a model to go on from: a file, or carl-base")
-    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
-    parser.add_argument("--diffusion", type=int, default=500, help="steps with diffusion first")
-    parser.add_argument("--steps", type=int, default=4500, help="steps with GradICON")
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--final-rate", type=float, default=2e-5, help="where it ends, along half a cosine")
+    parser.add_argument("--model", type=Path, help="model to continue from: a file or the name of a shipped model")
+    parser.add_argument("--seconds", type=float, help="time limit of this call")
+    parser.add_argument("--diffusion", type=int, default=500, help="steps of diffusion, first")
+    parser.add_argument("--steps", type=int, default=4500, help="steps of GradICON")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
+    parser.add_argument("--final-rate", type=float, default=2e-5, help="final learning rate of the cosine schedule")
     parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
-    parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs that show random anatomy")
-    parser.add_argument("--label-weight", type=float, default=0.0, help="of the overlap of the training labels")
+    parser.add_argument("--synthetic", type=float, default=0.0, help="share of pairs of random anatomy")
+    parser.add_argument("--label-weight", type=float, default=0.0, help="weight of the overlap of the training labels")
     parser.add_argument("--side", type=int, default=SIDE)
-    parser.add_argument("--width", type=int, default=64, help="of the encoder")
-    parser.add_argument("--validate-every", type=int, default=500, help="steps between scores on dev, and checkpoints")
-    parser.add_argument("--no-graphs", action="store_true", help="steps are not replayed as CUDA graphs")
+    parser.add_argument("--width", type=int, default=64, help="width of the encoder")
+    parser.add_argument(
+        "--validate-every", type=int, default=500, help="steps between validations, and between checkpoints"
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="do not replay steps as CUDA graphs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
 
 
 def start_from(model: Path, device: torch.device) -> RegistrationAlgorithm:
-    """A model file, or a model of the package by its name."""
+    """Load a model file, or a shipped model by its name."""
     return load(model, device=device) if model.is_file() else pretrained(str(model)).to(device)
 
 
@@ -208,7 +213,7 @@ class Data:
         self.images = {key: torch.from_numpy(packed[key]).to(device) for key in packed.files}
         self.sets = sorted({key.split("/")[0] for key in packed.files})
         self.drawn = self.sets
-        """Those that are trained on."""
+        """Sets to train on."""
         self.names = {
             (name, split): sorted(
                 key for key in packed.files if key.startswith(f"{name}/{split}/") and not key.endswith("labels")
@@ -227,9 +232,9 @@ class Data:
     def draw(
         self, generator: torch.Generator, pairs: int, synthetic: float = 0.0, labelled: bool = False
     ) -> tuple[Tensor, ...]:
-        """Two different training subjects of one set, each turned, scaled, shifted and re-toned a little, both
-        perhaps mirrored left to right; or, for a share of the pairs, two views of one random anatomy. With their
-        structures if `labelled`."""
+        """Pairs of different training subjects of one set, each with a small random affine map and gamma, some pairs
+        mirrored left to right; or, for a share of the pairs, two views of one random anatomy. With labels if
+        `labelled`."""
         made = [self.draw_pair(generator, synthetic, labelled) for _ in range(pairs)]
         return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
 
@@ -250,19 +255,19 @@ class Data:
             for index in torch.randperm(len(keys), generator=generator)[:2].tolist():
                 scan, noise = self.image(keys[index]), self.affine_noise(generator, name, room)
                 gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
-                seen = [warp(scan, noise, like=scan, outside="zeros").clamp(0, 1) ** gamma]
+                views = [warp(scan, noise, like=scan, outside="zeros").clamp(0, 1) ** gamma]
                 if labelled:
-                    known = self.images[f"{keys[index]}/labels"][None, None].float()
-                    seen.append(warp(known, noise, like=scan, mode="nearest", outside="zeros"))
-                seen = [image.flip(2) if mirror else image for image in seen]
-                images.append(seen[0])
-                labels += seen[1:]
+                    own_labels = self.images[f"{keys[index]}/labels"][None, None].float()
+                    views.append(warp(own_labels, noise, like=scan, mode="nearest", outside="zeros"))
+                views = [image.flip(2) if mirror else image for image in views]
+                images.append(views[0])
+                labels += views[1:]
         values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
         return [*images, *((map_ == values).byte() for map_ in labels if labelled)]
 
     def affine_noise(self, generator: torch.Generator, name: str, room: float = 1.0) -> Affine:
-        """Scales vary more than angles: so do fields of view. The image shows `room` times as much as the scan along
-        each axis, and the scan anywhere in it."""
+        """A random affine map. Scales vary more than angles, as do fields of view. With `room` above 1, the image is
+        that many times as large as the scan along each axis, and the scan lies at a random position in it."""
         linear = torch.eye(3) + 0.05 * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * torch.randn(3, generator=generator))
         shift = self.shift * torch.randn(3, generator=generator)
@@ -307,7 +312,7 @@ class Data:
         optimize: int,
         turn: Transform | None = None,
     ) -> dict[str, float]:
-        """Of one pair, of which the moving image is first turned if that is wanted: M ∘ turn."""
+        """Score one pair, with the moving image M ∘ turn if a rotation is given."""
         m, f, turn = self.image(moving), self.image(fixed), turn or Identity()
         m = m if isinstance(turn, Identity) else warp(m, turn, like=m, outside="zeros")
         if optimize:

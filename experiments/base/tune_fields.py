@@ -1,11 +1,10 @@
-"""Optimisation of the fields on training subjects kept back: Dice, folds and seconds for each choice of its settings.
+"""Compare settings of field optimisation on kept-back training subjects: Dice, folds and seconds.
 
     python experiments/base/tune_fields.py carry/base.npz experiments/base/results/fields.json
 
-A few pairs of each set, optimised side by side as one batch; the model's answer is the start. Besides what
-`optimize_fields` takes, a setting may say `side`, at most how many voxels a side the images have that it sees
-(hippocampus crops have about 40 of their own, and are stretched to the network's 96).
-What is there already is skipped.
+A few pairs of each set are optimised as one batch, starting from the model's result. Besides the arguments of
+`optimize_fields`, settings may have `side`, the largest side of the images to optimise on (hippocampus crops have about
+40 voxels per side, and are resampled to the network's 96). Settings that the output already has are skipped.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, help="the default one if left out")
+    parser.add_argument("--model", type=Path, help="model file (default: the default model)")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--sets", nargs="+", help="all of them if left out")
-    parser.add_argument("--pairs", type=int, default=2, help="of each set")
+    parser.add_argument("--sets", nargs="+", help="sets to use (default: all)")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs of each set")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="a JSON list of keyword arguments")
-    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after that long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
     arguments = parser.parse_args()
     start = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,24 +83,24 @@ def main() -> None:
 
 
 class Batch:
-    """Pairs, and the network's answers for them."""
+    """Pairs and the network's results for them."""
 
     def __init__(self, data: Any, model: Any, name: str, pairs: list[tuple[str, str]]) -> None:
         self.data, self.name, self.pairs = data, name, pairs
         self.moving, self.fixed = (torch.cat([data.image(pair[side]) for pair in pairs]) for side in (0, 1))
-        found = []
+        displacements = []
         for moving, fixed in zip(self.moving.split(1), self.fixed.split(1), strict=True):
             with torch.no_grad(), mixed_precision(data.device):
-                found.append([phi.on_grid_of(fixed) - voxel_points(fixed) for phi in model.both(moving, fixed)])
-        self.answer = [DisplacementField(torch.cat(parts).movedim(-1, 1)) for parts in zip(*found, strict=True)]
+                displacements.append([phi.on_grid_of(fixed) - voxel_points(fixed) for phi in model.both(moving, fixed)])
+        self.start = [DisplacementField(torch.cat(parts).movedim(-1, 1)) for parts in zip(*displacements, strict=True)]
 
     def score(self, settings: dict[str, Any]) -> dict[str, float]:
-        """Means over the pairs."""
+        """Mean scores over the pairs."""
         options = dict(settings)
         side = options.pop("side", 96)
         images = [at_most(image, side) for image in (self.moving, self.fixed)]
         start = time.perf_counter()
-        (forward, backward), (moving, fixed) = self.answer, images
+        (forward, backward), (moving, fixed) = self.start, images
         phi = optimize_fields(forward, backward, moving, fixed, **options).transform
         if self.moving.is_cuda:
             torch.cuda.synchronize()

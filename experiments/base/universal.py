@@ -1,17 +1,17 @@
-"""Train carl-base on every set at once, in any contrast, and score it on labelled pairs at the network's grid.
+"""Train carl-base on all datasets together, in any contrast, and score it on labelled pairs at the network's grid.
 
     python experiments/base/universal.py carry/all-1.npz carry/all-2.npz carry/all-3.npz --out OUT --model carl-base
     python experiments/base/universal.py carry/all-*.npz --out OUT --model carl-base --score OUT/model.safetensors
     python experiments/base/universal.py carry/all-*.npz --out OUT --model carl-base --measure
 
-The packs are those of `prepare.py --sets all`. The contrast of half of the images that the network sees is changed at
-random, and the loss is computed on the true ones. Images of `brain_maps` are rendered from label maps, with a contrast
-of their own each, and the loss is computed on images that share one. CT and MR of the abdomen are compared by the
-organs that both show. A run that the clock has stopped goes on from its folder with the same call.
+The packs are made by `prepare.py --sets all`. The network gets half of the images in a random contrast; the loss is
+computed on the original ones. Images of `brain_maps` are rendered from label maps, each in its own contrast, and the
+loss is computed on renderings in a shared contrast. CT and MR of the abdomen are compared by the organs labelled in
+both. A run cut off by `--seconds` resumes with the same command.
 
-Writes the best model by the mean of `CHOSEN_BY` on `dev` (training subjects kept back) as half floats; with `--score`,
-Dice on `dev` and `val` of the model that the run started from and of the one that is named into scores.json; with
-`--measure`, the time of a training step with and without drawing into speed.json.
+Writes the best model by the mean of `CHOSEN_BY` on `dev` (training subjects kept back), in half precision. `--score`
+writes the Dice on `dev` and `val` of the initial and of the given model to scores.json; `--measure` writes the time of
+a training step with and without drawing batches to speed.json.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ MIX = {
     "hippocampus": 0.08,
     "lung": 0.04,
 }
-"""How often pairs of each kind are drawn, where they are not random anatomy."""
+"""Relative frequency of each kind of pair, apart from random anatomy."""
 CROPPED = ("abdomen", "abdomen_mr")
-"""The sets whose scans end where the radiographer let them: some show the chest, some the pelvis."""
+"""The sets whose field of view varies: some scans show the chest, some the pelvis."""
 WITHIN = ("cardiac", "lung")
-"""The sets whose pairs show one patient twice, in one place."""
+"""The sets whose pairs show the same patient twice, in the same position."""
 MOST_ROOM = 0.8
-"""Of a scan's side, in all, that an image with empty space around it shows beyond the scan."""
+"""Largest empty space around a scan, as a fraction of its side."""
 STRUCTURES = 14
-"""Labels that are learnt from, at most."""
+"""Number of labels in the loss."""
 SHARED = (1, 2, 3, 6)
-"""Spleen, kidneys and liver: what is labelled in CT and in MR."""
+"""Spleen, kidneys and liver: labelled in both CT and MR."""
 ABDOMEN_FIVE = (1, 2, 3, 6, 11)
 """Spleen, kidneys, liver, pancreas."""
 VALUES = (
@@ -89,18 +89,18 @@ VALUES = (
     ),
     *(72, 85, 136, 137, 163, 164, 502, *range(506, 510), 511, 512, *range(514, 517), 530),
 )
-"""FreeSurfer's numbers of the structures in `brain_maps`, in their order there."""
+"""FreeSurfer's numbers of the structures in `brain_maps`, in the order of their labels."""
 HEAD = 500
-"""From this number on it is not the brain."""
+"""Structures from this number on are not part of the brain."""
 FLUID = (4, 5, 14, 15, 24, 43, 44, 72)
 WHITE = (2, 7, 16, 28, 41, 46, 60, 85)
 OUTSIDE_FLUID = 24
 T1 = dict.fromkeys(FLUID, 0.15) | {2: 0.8, 41: 0.8, 7: 0.78, 46: 0.78, 16: 0.75, 28: 0.7, 60: 0.7, 85: 0.6}
 T1 |= {3: 0.52, 42: 0.52, 8: 0.5, 47: 0.5, 10: 0.66, 49: 0.66, 11: 0.55, 50: 0.55, 12: 0.6, 51: 0.6, 13: 0.72, 52: 0.72}
 T1 |= {17: 0.52, 53: 0.52, 18: 0.5, 54: 0.5, 26: 0.55, 58: 0.55, 30: 0.3, 62: 0.3}
-"""About what T1 MRI shows of each structure."""
+"""Approximate intensity of each structure in T1 MRI."""
 LUNG_WINDOW = (-1000.0, 275.0)
-"""In which lungs are scored, in HU."""
+"""CT window in which lungs are scored, in HU."""
 CHOSEN_BY = (
     "brain",
     "brain_other_contrast",
@@ -114,30 +114,38 @@ CHOSEN_BY = (
     "cardiac_systole_fixed",
     "hippocampus",
 )
-"""Lungs are not among them: both of their pairs are trained on."""
+"""Kinds of pairs whose mean Dice chooses the model. Not lungs: both of their pairs are for training."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="the model to go on from: a file, or carl-base")
-    parser.add_argument("--seconds", type=float, help="how long to train at most, this time")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="model to continue from: a file or the name of a shipped model"
+    )
+    parser.add_argument("--seconds", type=float, help="time limit of this call")
     parser.add_argument("--steps", type=int, default=18_000)
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--final-rate", type=float, default=5e-6, help="where it ends, along half a cosine")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
+    parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of the cosine schedule")
     parser.add_argument("--pairs", type=int, default=4, help="pairs in a batch")
-    parser.add_argument("--synthetic", type=float, default=0.1, help="share of pairs that show random anatomy")
-    parser.add_argument("--mix", type=json.loads, default={}, help="other weights than those of MIX, as JSON")
-    parser.add_argument("--changed", type=float, default=0.5, help="share of the seen images in another contrast")
-    parser.add_argument("--cropped", type=float, default=0.5, help="share of abdomens that lose slices at either end")
+    parser.add_argument("--synthetic", type=float, default=0.1, help="share of pairs of random anatomy")
+    parser.add_argument("--mix", type=json.loads, default={}, help="frequencies that replace those of MIX, as JSON")
+    parser.add_argument("--changed", type=float, default=0.5, help="share of input images in a random contrast")
+    parser.add_argument(
+        "--cropped", type=float, default=0.5, help="share of abdomens to crop by some slices at either end"
+    )
     parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
-    parser.add_argument("--label-weight", type=float, default=1.0, help="of the overlap of the training labels")
+    parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
     parser.add_argument("--side", type=int, default=SIDE)
-    parser.add_argument("--validate-every", type=int, default=2500, help="steps between scores on dev, and checkpoints")
-    parser.add_argument("--no-graphs", action="store_true", help="steps are not replayed as CUDA graphs")
-    parser.add_argument("--score", type=Path, metavar="MODEL", help="score this model and the start, train nothing")
-    parser.add_argument("--measure", action="store_true", help="time steps, train nothing")
+    parser.add_argument(
+        "--validate-every", type=int, default=2500, help="steps between validations, and between checkpoints"
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="do not replay steps as CUDA graphs")
+    parser.add_argument(
+        "--score", type=Path, metavar="MODEL", help="score this model and the initial one; do not train"
+    )
+    parser.add_argument("--measure", action="store_true", help="time training steps; do not train")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
@@ -212,7 +220,7 @@ def main() -> None:
 
 
 def start_from(model: Path, device: torch.device) -> RegistrationAlgorithm:
-    """A model file, or a model of the package by its name."""
+    """Load a model file, or a shipped model by its name."""
     return load(model, device=device) if model.is_file() else pretrained(str(model)).to(device)
 
 
@@ -228,7 +236,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: int, out: Path) -> dict[str, float]:
-    """Milliseconds of a step alone, of drawing alone, and of both as `train` does them."""
+    """Milliseconds of a step alone, of drawing a batch alone, and of both as in `train`."""
     device, cuda = data.device, data.device.type == "cuda"
     count, warm = (200, 20) if cuda else (2, 1)
 
@@ -265,20 +273,20 @@ def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: in
 
 @dataclass
 class View:
-    """One image of a pair, as it will be drawn."""
+    """How to draw one image of a pair."""
 
     key: str
     matrix: Tensor  # (3, 4), from the image's unit coordinates to the scan's
     changed: bool = False
     wide: float = 0.0
-    """Where black ends in a CT that is shown in a wider window."""
+    """Intensity of the darkest tissue in a CT shown in a wider window; 0 for the usual window."""
     window: tuple[float, float] | None = None
-    """Of a scan in HU."""
+    """CT window of a scan in HU."""
     gamma: float = 1.0
     stripped: bool = False
-    """Of a map: of the head, nothing but the brain is seen."""
+    """For label maps: render only the brain."""
     dry: bool = False
-    """Of a map: nor the fluid around it."""
+    """For label maps: also leave out the fluid around the brain."""
 
     @property
     def is_map(self) -> bool:
@@ -290,8 +298,8 @@ class Pair:
     moving: View
     fixed: View
     compare: str = "images"
-    """What the loss is computed on: the true images; the shared `organs`; `structures` of two maps, in one contrast;
-    or `t1`, the true image of a brain and a map in its contrast."""
+    """What the loss is computed on: the original `images`; renderings of the shared `organs`; `structures` of two maps
+    in the same contrast; or `t1`, the original image of a brain and a map rendered in T1 contrast."""
     labels: str | None = "labels"
     """`labels` of the pack, `tissues` (fluid, grey and white matter), or None."""
 
@@ -313,7 +321,7 @@ class Mixture:
             if len(rest) == 1:
                 self.names.setdefault((name, split), []).append(key)
         self.full = {key: self._full(key) for key in self.packed if "/train/" in key}
-        """Those that are trained on, on the network's grid."""
+        """Training volumes on the network's grid."""
         self.nothing = torch.zeros((side,) * 3, dtype=torch.uint8, device=device)
         table = torch.zeros(3, 256, device=device)
         for number, value in enumerate(VALUES):
@@ -345,15 +353,15 @@ class Mixture:
         return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
 
     def _brain_box(self, key: str) -> tuple[Tensor, Tensor]:
-        """Where the brain begins and ends in a map of the head, in unit coordinates."""
-        found = self.in_brain[self.full[key].long()].nonzero().float() / (self.side - 1)
-        return found.amin(0).cpu(), found.amax(0).cpu()
+        """Bounding box of the brain in a label map of the head, in unit coordinates."""
+        brain = self.in_brain[self.full[key].long()].nonzero().float() / (self.side - 1)
+        return brain.amin(0).cpu(), brain.amax(0).cpu()
 
     # ---- training ----
 
     def draw(self, generator: torch.Generator, count: int) -> Batch:
-        """Pairs, each of a random kind, turned, scaled and shifted a little, both images perhaps mirrored left to
-        right; or, for a share of the pairs, two views of one random anatomy."""
+        """Pairs of random kinds, each image with a small random affine map, some pairs mirrored left to right; or, for
+        a share of the pairs, two views of one random anatomy."""
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
         pairs = [None if self._chance(self.synthetic, generator) else self._choose(generator) for _ in range(count)]
         shape = (2 * count, 1, *(self.side,) * 3)
@@ -385,7 +393,7 @@ class Mixture:
         return Batch(*seen.split(count), *known.split(count), *targets.split(count))
 
     def _views(self, views: list[View], pairs: list[Pair], own: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """What the network sees, what the loss is computed on, and the labels, of all images at once."""
+        """The network's input images, the images for the loss, and the labels, for all views at once."""
         volumes = torch.stack([self.full[view.key] for view in views])[:, None].float()
         points = Affine(torch.stack([view.matrix for view in views]).to(self.device)).on_grid_of(volumes)
         tone = torch.tensor([self._tone(view) for view in views]).to(self.device).T.reshape(3, -1, 1, 1, 1, 1)
@@ -426,7 +434,7 @@ class Mixture:
 
     @staticmethod
     def _tone(view: View) -> tuple[float, float, float]:
-        """Factor, offset and exponent that make intensities from 0 to 1 of packed ones."""
+        """Factor, offset and exponent that map packed intensities to 0…1."""
         if view.window is None:
             return 1 / 255, 0.0, view.gamma
         low, high = view.window
@@ -441,7 +449,7 @@ class Mixture:
         return labels
 
     def _shown(self, maps: Tensor, stripped: list[bool], dry: list[bool]) -> Tensor:
-        """What is seen of maps: all, the brain and the fluid in and around it, or without the fluid around it."""
+        """Label maps as they are, reduced to the brain and its fluid, or also without the fluid around the brain."""
         shown = maps.clone()
         for number, (only_brain, no_fluid) in enumerate(zip(stripped, dry, strict=True)):
             if only_brain:
@@ -501,7 +509,7 @@ class Mixture:
             view.gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
             if key.startswith("abdomen/") and chance(0.25):
                 view.changed, view.wide = False, uniform(0.3, 0.75)
-            if view.is_map:  # of two maps, half of the time one is stripped; beside a brain, half of them
+            if view.is_map:  # strip one of two maps half of the time; with a brain, half of the maps
                 view.stripped = chance(0.5) if compare == "t1" else one_stripped == number
                 view.dry = chance(0.5)
                 if view.stripped and chance(0.7):
@@ -515,7 +523,7 @@ class Mixture:
         return Pair(views[0], views[1], compare, labels)
 
     def _twice(self, kind: str, key: str) -> list[str]:
-        """The two scans of the patient that this one shows."""
+        """Both scans of the patient shown in this one."""
         if kind == "cardiac":
             patient = key.rpartition("_")[0]
             return [f"{patient}_ED", f"{patient}_ES"]
@@ -524,8 +532,8 @@ class Mixture:
         return [f"lung/train/{scan}" for scan in both]
 
     def _noise(self, generator: torch.Generator, key: str, room: float, amount: float) -> Tensor:
-        """An affine map, (3, 4). Scales vary more than angles: so do fields of view. The image shows `room` times as
-        much as the scan along each axis, and the scan anywhere in it."""
+        """A random affine map, (3, 4). Scales vary more than angles, as do fields of view. With `room` above 1, the
+        image is that many times as large as the scan along each axis, and the scan lies at a random position in it."""
         linear = torch.eye(3) + 0.05 * amount * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * amount * torch.randn(3, generator=generator))
         shift = self.shift * amount * torch.randn(3, generator=generator)
@@ -543,7 +551,7 @@ class Mixture:
     # ---- scores ----
 
     def evaluate(self, model: RegistrationAlgorithm, split: str) -> dict[str, dict[str, float]]:
-        """Mean Dice of every kind of pair of that split."""
+        """Mean Dice of every kind of pair of a split."""
         scores: dict[str, dict[str, float]] = {}
         for name, pairs in self.scored_pairs(split).items():
             rows = [self.score(model, name, *pair, number % 10) for number, pair in enumerate(pairs)]
@@ -552,8 +560,8 @@ class Mixture:
         return scores
 
     def scored_pairs(self, split: str) -> dict[str, list[tuple[str, str]]]:
-        """Moving and fixed scans of every kind of pair: all ordered pairs of a set, or 40 of them drawn with seed 0
-        where there are more than 100."""
+        """Moving and fixed scans of every kind of pair: all ordered pairs of a set, or 40 drawn with seed 0 if there
+        are more than 100."""
         found: dict[str, list[tuple[str, str]]] = {}
         for name in ("brain", "brain_ibsr", "brain_maps", "abdomen", "abdomen_mr", "hippocampus"):
             keys = [key for key in self.names.get((name, split), []) if f"{key}/labels" in self.packed]
@@ -573,7 +581,7 @@ class Mixture:
         return {name: pairs for name, pairs in found.items() if pairs}
 
     def scored_image(self, key: str, seed: int) -> Tensor:
-        """A scan as it is; a map rendered in a contrast that follows from its name and the seed."""
+        """A scan as it is, or a label map rendered in a contrast determined by its name and the seed."""
         volume = self.packed[key]
         if key.startswith("brain_maps/"):
             own = torch.Generator(self.device).manual_seed(1000 * seed + sum(map(ord, key)))
@@ -607,13 +615,13 @@ class Mixture:
 
 
 def in_wide_window(image: Tensor, black: float) -> Tensor:
-    """A CT of soft tissue as a wider window shows it: air stays black, and all else begins at `black`."""
+    """A soft-tissue CT as shown in a wider window: air stays black, and tissue starts at the intensity `black`."""
     return black * (25 * image).clamp(0, 1) + (1 - black) * image
 
 
 def other_contrast(image: Tensor, seed: int) -> Tensor:
-    """An image in a contrast of a kind that training does not use: a sum of three sine waves of its intensity, from 0
-    to 1, black staying black."""
+    """An image in a kind of contrast that training does not use: a sum of three sine waves of the intensity, scaled to
+    0…1, with black unchanged."""
     numbers = np.random.default_rng(seed)
     waves = [(numbers.normal(), numbers.uniform(0.3, 1.5), numbers.uniform(0, 2 * np.pi)) for _ in range(3)]
 

@@ -1,9 +1,9 @@
-"""What a network does with an anatomy that it was not trained on: Dice on the validation pairs at the network's grid.
+"""Score a network on an anatomy it was not trained on: Dice on the validation pairs at the network's grid.
 
     python experiments/base/unseen.py carry/base.npz experiments/base/results/unseen.json --model MODEL --set abdomen
 
-The boxes laid onto one another; the affine map closest to the matches of the network's own coordinate attention, in
-closed form; the network; and its answer with the fields optimised.
+Compares aligning the images' boxes, the closed-form affine fit to the matches of the network's coordinate attention,
+the network, and the network with its fields optimised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--set", default="abdomen")
-    parser.add_argument("--pairs", type=int, help="the first so many only, to try the script")
+    parser.add_argument("--pairs", type=int, help="use only the first N pairs, to try the script")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +47,7 @@ def main() -> None:
         m, f = data.image(moving), data.image(fixed)
         with torch.no_grad(), mixed_precision(device):
             forward, backward = model.both(m, f)
-        found: dict[str, Transform] = {
+        transforms: dict[str, Transform] = {
             "boxes": Identity(),
             "affine": affine(model, m, f),
             "network": forward,
@@ -55,7 +55,7 @@ def main() -> None:
         }
         labels = [data.images[f"{key}/labels"][None, None].float() for key in (moving, fixed)]
         row: dict[str, Any] = {"moving": moving, "fixed": fixed}
-        for how, phi in found.items():
+        for how, phi in transforms.items():
             with torch.no_grad():
                 warped = warp(labels[0], phi, like=labels[1], mode="nearest")
                 row[how] = {"dice": mean_score(dice(warped, labels[1])), "folds": folding(phi, f)}
@@ -63,7 +63,7 @@ def main() -> None:
                     row[how]["dice_five"] = mean_score(dice(warped, labels[1], ABDOMEN_FIVE))
         rows.append(row)
         print(json.dumps(row), flush=True)
-    means = {how: {key: float(np.mean([row[how][key] for row in rows])) for key in rows[0][how]} for how in found}
+    means = {how: {key: float(np.mean([row[how][key] for row in rows])) for key in rows[0][how]} for how in transforms}
     report = {
         "commit": arguments.commit,
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
@@ -76,15 +76,15 @@ def main() -> None:
 
 
 def affine(model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Affine:
-    """As `carl register --transform affine --fit-to attention` fits it, but in unit coordinates."""
+    """The fit of `carl register --transform affine --fit-source attention`, but in unit coordinates."""
     with mixed_precision(moving.device):
         matches = coordinate_matches(model, moving, fixed)
     if matches is None:
-        raise SystemExit("this model does not begin with coordinate attention")
+        raise SystemExit("the first step of this model is not coordinate attention")
     variance = torch.einsum("bnii->bn", matches.covariance).clamp(min=1 / 96**2)
     inside = (interpolate(fixed, matches.points)[:, 0] > FOREGROUND).float()
-    found = fit_robustly(fit_affine, matches.points.double(), matches.targets.double(), (inside / variance).double())
-    return found.to(moving)
+    fitted = fit_robustly(fit_affine, matches.points.double(), matches.targets.double(), (inside / variance).double())
+    return fitted.to(moving)
 
 
 if __name__ == "__main__":

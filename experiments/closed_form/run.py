@@ -1,10 +1,11 @@
-"""Ξ_F, the network without training, against the closed-form registration M⁻¹ ∘ F (Appendix, Implementing the
+"""Compare Ξ_F, a network without training, with the closed-form registration M⁻¹ ∘ F (Appendix, Implementing the
 diffeomorphism-to-diffeomorphism case).
 
     python experiments/closed_form/run.py
 
-In 1-D the paper's own pair, whose solution is (2/π)·arccos(x + 0.07 sin 3πx); in 2-D two smooth diffeomorphisms of the
-square, whose solution comes from inverting one of them numerically. Writes results.json and figure.png beside itself.
+The 1-D pair is the paper's, with the solution (2/π)·arccos(x + 0.07 sin 3πx). The 2-D pair consists of two smooth
+diffeomorphisms of the square; its solution inverts one of them numerically. Writes results.json and figure.png beside
+this file.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from carlreg.geometry.grids import Grid
 
 HERE = Path(__file__).parent
 
-# cos(πx/2) is flat at x = 0, where the fixed image has value 1. A Gaussian of width b in the values is there one of
-# width ~√b in x, cut in half by the end of the image, so the last voxel is off by Γ(½)/Γ(¼)·(128/π⁴)^¼·√b = 0.52·√b
-# however many voxels there are: 0.01 asks for b < 3.6e-4.
+# cos(πx/2) is flat at x = 0, where its value is 1. There a Gaussian of width b in the values has width ~√b in x and is
+# cut in half by the end of the image, so the error at the last voxel of the fixed image is
+# Γ(½)/Γ(¼)·(128/π⁴)^¼·√b = 0.52·√b for any number of voxels: an error below 0.01 needs b < 3.6e-4.
 BANDWIDTH_1D = 2e-4
-# And at x = 1, where cos is steepest, b should be at least half the step from one voxel to the next, (π/2)/(n − 1):
-# n = 4096 makes it 0.52.
+# At x = 1, where the moving image is steepest, b should be at least half the step between neighbouring voxels,
+# (π/2)/(n − 1): with n = 4096 it is 0.52 steps.
 VOXELS_1D = 4096
 
 SIDE_2D = 64
 BANDWIDTH_2D = 0.6  # in voxels
-MARGIN_2D = 4  # voxels; beyond it the border no longer cuts the attention
+MARGIN_2D = 4  # voxels from the border; further inside, the border does not cut off any attention
 
 TOLERANCE = 0.01
 SEED = 0  # of ClosedFormXi's random frequencies; fixed inside the class
@@ -48,7 +49,7 @@ SEED = 0  # of ClosedFormXi's random frequencies; fixed inside the class
 
 @dataclass(frozen=True)
 class Solution1D:
-    """The pair, both maps, and their distance, one value per voxel; everything in unit coordinates."""
+    """The pair, both maps and their distance, one value per voxel, in unit coordinates."""
 
     points: Tensor
     moving: Tensor
@@ -62,10 +63,10 @@ class Solution1D:
 
 
 def solve_1d(voxels: int = VOXELS_1D, bandwidth: float = BANDWIDTH_1D) -> Solution1D:
-    """Ξ_F and the analytic map for the pair of the paper's figure."""
+    """Ξ_F and the analytic map for the paper's pair."""
     x = Grid.of((voxels,)).points(torch.float64)[:, 0]
     moving = torch.cos(math.pi / 2 * x)
-    # Increasing (its slope is at least 1 − 0.21π), from 0 to 1: it leaves [0, 1] by rounding at most.
+    # Increases from 0 to 1 (its slope is at least 1 − 0.21π), so it leaves [0, 1] only by rounding.
     fixed = x + 0.07 * torch.sin(3 * math.pi * x)
     image = fixed[None, None]
     network = ClosedFormXi(1, bandwidth=bandwidth)(moving[None, None], image).on_grid_of(image)[0, :, 0]
@@ -74,7 +75,7 @@ def solve_1d(voxels: int = VOXELS_1D, bandwidth: float = BANDWIDTH_1D) -> Soluti
 
 @dataclass(frozen=True)
 class Bumps(Transform):
-    """x ↦ x + (a sin πx₀ sin πx₁, b sin πx₀ sin 2πx₁): a diffeomorphism of the square that keeps its boundary still."""
+    """x ↦ x + (a sin πx₀ sin πx₁, b sin πx₀ sin 2πx₁): a diffeomorphism of the square that fixes its boundary."""
 
     a: float
     b: float
@@ -84,7 +85,7 @@ class Bumps(Transform):
         return points + torch.stack([self.a * x.sin() * y.sin(), self.b * x.sin() * (2 * y).sin()], dim=-1)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Bumps:
-        return self  # a formula: there are none
+        return self  # has no tensors
 
 
 def solve_2d(side: int = SIDE_2D, bandwidth: float = BANDWIDTH_2D) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ def solve_2d(side: int = SIDE_2D, bandwidth: float = BANDWIDTH_2D) -> tuple[Tens
 
 
 def provenance() -> dict[str, Any]:
-    """The code and the machine that made these numbers."""
+    """The code and the machine that produced these numbers."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
@@ -116,7 +117,7 @@ def provenance() -> dict[str, Any]:
 
 
 def draw(solution: Solution1D, path: Path) -> None:
-    """The paper's figure: the images, the two maps on top of one another, and what is between them."""
+    """Draw the paper's figure: the images, the two maps, and the distance between the maps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,7 +149,7 @@ def draw(solution: Solution1D, path: Path) -> None:
         for axes in (images, maps):
             axes.set(xlim=(0, 1), ylim=(0, 1.22), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
 
-        # It swings from voxel to voxel, so draw its envelope.
+        # The error oscillates from voxel to voxel, so draw its envelope.
         envelope = F.max_pool1d(F.pad(solution.error[None, None], (32, 32)), 65, stride=1)[0, 0]
         errors.semilogy(x, envelope, color="#d99a00", lw=2)
         errors.axhline(TOLERANCE, color="0.35", lw=1, ls="--")
@@ -162,7 +163,7 @@ def draw(solution: Solution1D, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ξ_F against closed-form solutions, without training")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder for results.json and figure.png")
     out: Path = parser.parse_args().out
     record = provenance()

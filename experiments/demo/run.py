@@ -1,4 +1,4 @@
-"""`carl demo`, as `make demo` runs it, with its figures kept: Dice and true error before and after, and after a shift.
+"""Run `carl demo` as `make demo` does and keep its scores: Dice and true error before, after, and after a shift.
 
     python experiments/demo/run.py OUT
 

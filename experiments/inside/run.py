@@ -1,9 +1,9 @@
-"""A look inside a trained network on real abdominal CT: the paper's figures of attention masks and of linear probes.
+"""Attention masks and linear probes of a trained network on abdominal CT, as in the paper's appendix.
 
     python experiments/inside/run.py ../shared/data/abdomen/val experiments/inside --pairs 12
 
-Writes results.json over the pairs, and for the first of them masks.png (25 random voxels), point.png, certainty.png and
-probe.png. Images and labels are NAME.nii.gz and NAME_labels.nii.gz; pairs are all ordered ones of different subjects.
+Writes results.json with all pairs and, for the first pair, masks.png (25 random voxels), point.png, certainty.png and
+probe.png. Images and labels are NAME.nii.gz and NAME_labels.nii.gz; pairs are all ordered pairs of different subjects.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def main() -> None:
     for number, pair in enumerate(oasis.pairs(arguments.data)[: arguments.pairs]):
         assert pair.fixed_seg is not None
         assert pair.moving_seg is not None
-        seen = explain(fixed=pair.fixed, moving=pair.moving, model=arguments.model, device=arguments.device)
-        voxels = seen.random_voxels(25)
+        explained = explain(fixed=pair.fixed, moving=pair.moving, model=arguments.model, device=arguments.device)
+        voxels = explained.random_voxels(25)
         spreads, near, border = [], [], []
         for voxel in voxels:
-            mask = seen.mask(voxel)
-            _, spread = seen.match(mask)
+            mask = explained.mask(voxel)
+            _, spread = explained.match(mask)
             index = np.stack(np.meshgrid(*(np.arange(n) for n in mask.shape), indexing="ij"), axis=-1)
             world = index @ mask.affine[:-1, :-1].T + mask.affine[:-1, -1]
             peak = world.reshape(-1, mask.dim)[mask.data.argmax()]
             near.append(float(mask.data[np.linalg.norm(world - peak, axis=-1) < NEAR_MM].sum()))
             spreads.append(spread)
             border.append(1 - float(mask.data[(slice(2, -2),) * mask.dim].sum()))
-        certainty = seen.certainty()
-        trained, heat, scores = probe(seen, read_labels(pair.moving_seg), read_labels(pair.fixed_seg), ORGANS)
+        certainty = explained.certainty()
+        trained, heat, scores = probe(explained, read_labels(pair.moving_seg), read_labels(pair.fixed_seg), ORGANS)
         rows.append(
             {
                 "pair": pair.name,
@@ -68,12 +68,12 @@ def main() -> None:
         )
         print(json.dumps(rows[-1]), flush=True)
         if number == 0:
-            point = max(voxels, key=lambda voxel: float(seen.inside.fixed[0, 0][voxel]))
+            point = max(voxels, key=lambda voxel: float(explained.inside.fixed[0, 0][voxel]))
             pictures = {
-                "masks.png": draw_masks(seen, voxels),
-                "point.png": draw_point(seen, point),
-                "certainty.png": draw_certainty(seen, certainty),
-                "probe.png": draw_probe(seen, trained, heat, scores, learn2reg.LABELS),
+                "masks.png": draw_masks(explained, voxels),
+                "point.png": draw_point(explained, point),
+                "certainty.png": draw_certainty(explained, certainty),
+                "probe.png": draw_probe(explained, trained, heat, scores, learn2reg.LABELS),
             }
             for name, picture in pictures.items():
                 (arguments.out / name).write_bytes(picture)

@@ -1,10 +1,10 @@
-"""The loss that a first step sees, alone and before a second: the paper's figure of loss landscapes.
+"""Loss landscapes of a first step, alone and followed by a second, as in the paper's appendix.
 
     python experiments/landscape/run.py ../shared/data/retina experiments/landscape
 
-A single-step network Φ is trained briefly on warped retina drawings. τ shifts every image by t along one axis; the best
-t is 0. LNCC of τ alone and of TwoStep{τ, Φ} is plotted against t with its derivative, on warped test drawings. Writes
-results.json and landscape.png, in a few minutes on a CPU.
+A single-step network Φ is trained briefly on warped retina drawings. τ shifts every image by t along one axis; the
+optimum is t = 0. LNCC of τ alone and of TwoStep{τ, Φ} is plotted against t, with its derivative, on warped test
+drawings. Writes results.json and landscape.png, in a few minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from experiments.made import commit
 
 SIDES = (565, 584)
 ELASTIC = ((25.0, 3), (12.0, 6))
-"""Standard deviation in pixels of the drawings, and control points a side, of the two warps."""
+"""Of each of the two warps: standard deviation in pixels of the drawings, and control points per side."""
 
 
 class FixedTranslation(RegistrationAlgorithm):
-    """τ[M, F](r) = r + (t, 0), whatever the images are."""
+    """τ[M, F](r) = r + (t, 0), independent of the images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class FixedTranslation(RegistrationAlgorithm):
 
 
 def elastic(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Warped by the first, then by the second random grid."""
+    """Warp by two random grids, one after the other."""
     for deviation, points in ELASTIC:
         scale = deviation / torch.tensor(SIDES)[None, :, None, None]
         control = scale * torch.randn(len(image), 2, points, points, generator=generator)
@@ -56,7 +56,7 @@ def elastic(image: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(images: Tensor, steps: int, generator: torch.Generator) -> RegistrationAlgorithm:
-    """Φ: one displacement-predicting step, by LNCC and diffusion."""
+    """Train Φ, a single displacement-predicting step, with LNCC and diffusion."""
     phi = PredictDisplacement(UNet(2))
     optimizer = torch.optim.Adam(phi.parameters(), lr=3e-4)
     for step in range(steps):
@@ -76,7 +76,7 @@ def train(images: Tensor, steps: int, generator: torch.Generator) -> Registratio
 def landscape(
     algorithm: RegistrationAlgorithm, tau: FixedTranslation, pair: tuple[Tensor, Tensor], shifts: Tensor
 ) -> Any:
-    """LNCC and its derivative by t, at every shift."""
+    """LNCC and its derivative with respect to t, at every shift."""
     moving, fixed = pair
     losses, slopes = [], []
     for shift in shifts:
@@ -89,7 +89,7 @@ def landscape(
 
 
 def towards_zero(shifts: Tensor, slopes: list[float], far: float) -> float:
-    """The share of shifts up to `far` from which a step down the slope leads towards 0, one voxel around it aside."""
+    """The share of shifts up to `far` at which gradient descent moves towards 0; shifts below 0.01 do not count."""
     ways = [float(t) * s > 0 for t, s in zip(shifts, slopes, strict=True) if 0.01 < abs(float(t)) <= far + 1e-6]
     return sum(ways) / len(ways)
 
@@ -111,18 +111,18 @@ def main() -> None:
     moving = sets["test"].repeat(2, 1, 1, 1)
     pair = moving, elastic(moving, generator)
     shifts = torch.linspace(-0.3, 0.3, arguments.points)
-    found = {
+    curves = {
         "τ": landscape(tau, tau, pair, shifts),
         "TwoStep{τ, Φ}": landscape(TwoStep(tau, phi), tau, pair, shifts),
     }
-    for values in found.values():
+    for values in curves.values():
         values["share_towards_0"] = {str(far): towards_zero(shifts, values["slope"], far) for far in (0.1, 0.2, 0.3)}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report = {"commit": commit(), "steps": arguments.steps, "t": shifts.tolist(), "curves": found}
+    report = {"commit": commit(), "steps": arguments.steps, "t": shifts.tolist(), "curves": curves}
     (arguments.out / "results.json").write_text(
         json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    print({name: values["share_towards_0"] for name, values in found.items()})
+    print({name: values["share_towards_0"] for name, values in curves.items()})
     draw(report, arguments.out / "landscape.png")
 
 

@@ -1,10 +1,10 @@
-"""Does coordinate attention follow a shifted brain, and what does it say about empty space?
+"""Measure how coordinate attention follows a shifted brain, and the empty space around it.
 
     python experiments/moved/attention.py carry/base.npz experiments/moved/results
 
-The first pair of validation brains, in the middle of an empty cube. Where the first step of carl-base, before any
-refinement, sends the voxels of the fixed brain and those of empty space, once the moving image is shifted, less where
-it sent them before: the shift itself is expected. Writes attention.json.
+The first pair of validation brains lies in the middle of an empty cube. When the moving image is shifted, the matches
+of carl-base's first step, before any refinement, should change by that shift. The script measures this for voxels of
+the fixed brain and for empty voxels. Writes attention.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--frame", type=int, default=160, help="voxels a side of the empty cube")
+    parser.add_argument("--frame", type=int, default=160, help="side of the empty cube in voxels")
     parser.add_argument("--shifts", type=int, nargs="+", default=[20, 32], help="voxels, from left to right")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,8 +64,8 @@ def main() -> None:
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
-        place = torch.cuda.get_device_name() if device.type == "cuda" else machine()
-        report = {"commit": made_by, "machine": place, "pair": pair, "frame": arguments.frame, "rows": rows}
+        device_name = torch.cuda.get_device_name() if device.type == "cuda" else machine()
+        report = {"commit": made_by, "machine": device_name, "pair": pair, "frame": arguments.frame, "rows": rows}
         write_atomically(arguments.out / "attention.json", (json.dumps(report, indent=1) + "\n").encode())
 
 

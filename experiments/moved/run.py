@@ -1,15 +1,15 @@
-"""Dice while the moving image is shifted or turned, in the form of the paper's figure on HCP.
+"""Dice while the moving image is shifted or rotated, as in the paper's figure on HCP.
 
     python experiments/moved/run.py ../shared/data/brain/val experiments/moved --pairs 8
     python experiments/moved/run.py DATA OUT --method carl=carl-base --method gradicon=gradicon.safetensors
     python experiments/moved/run.py DATA OUT --method ants=ants-synquick --pairs 3 --margin 48 --angles
 
-The image and its labels are moved inside their own box, about its middle, by whole millimetres along the first axis or
-by degrees in the plane of the first two; what comes in from outside is 0. With `--margin` both images first get so many
-millimetres of nothing on every side, so that they stay in view; networks do not see margins that are wide, see
-docs/conventions.md. Networks register alone, without instance optimisation;
-`ants-synquick` and the other names of `carl evaluate` are those programs. Data are NAME.nii.gz with
-NAME_labels.nii.gz. Writes moved.json and moved.png. `grid.py` is the same for many pairs, at the network's grid.
+The moving image and its labels are shifted by millimetres along the first axis, or rotated by degrees about their
+centre in the plane of the first two axes, inside their own box; what enters the box is 0. `--margin` first pads both
+images by this many millimetres on every side, so that they stay in view; wide margins are cropped before a network
+runs, see docs/conventions.md. Networks run without instance optimisation. Baselines such as `ants-synquick` have the
+names of `carl evaluate`. Data are NAME.nii.gz with NAME_labels.nii.gz. Writes moved.json and moved.png. `grid.py` does
+the same for many pairs, at the network's grid.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from experiments.made import commit, machine
 
 def moved(image: Image, shift: float, angle: float, labels: bool) -> Image:
     middle = map_points(image.affine, (np.array(image.shape) - 1) / 2)
-    turn = np.eye(3)
+    rotation = np.eye(3)
     cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    turn[:2, :2] = [[cosine, -sine], [sine, cosine]]
+    rotation[:2, :2] = [[cosine, -sine], [sine, cosine]]
 
     def back(points: Matrix) -> Matrix:
-        return (points - middle - [shift, 0, 0]) @ turn + middle
+        return (points - middle - [shift, 0, 0]) @ rotation + middle
 
     return world_transform.apply(back, image, image, "nearest" if labels else "linear")
 
 
 def padded(image: Image, margin: float) -> Image:
-    """With so many millimetres of nothing on every side."""
+    """Pad with zeros by this many millimetres on every side."""
     voxels = [round(margin / size) for size in image.spacing]
     affine = image.affine.copy()
     affine[:-1, -1] = map_points(image.affine, -np.array(voxels, dtype=float))
@@ -75,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", action="append", help="NAME=MODEL or NAME=PROGRAM, as often as there are methods")
-    parser.add_argument("--margin", type=float, default=0, help="mm of nothing around both images")
+    parser.add_argument("--method", action="append", help="NAME=MODEL or NAME=BASELINE; may be repeated")
+    parser.add_argument("--margin", type=float, default=0, help="padding around both images, mm")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--shifts", type=float, nargs="*", default=[0, 3, 7, 13, 20, 29], help="mm")
     parser.add_argument("--angles", type=float, nargs="*", default=[15, 30, 45, 90, 180], help="degrees")
@@ -93,10 +93,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for shift, angle in [*((shift, 0.0) for shift in arguments.shifts), *((0.0, angle) for angle in arguments.angles)]:
         with tempfile.TemporaryDirectory() as folder:
-            here = [with_moved(pair, Path(folder), shift, angle, arguments.margin) for pair in pairs]
-            found: Evaluation = evaluate(here, methods, labels=labels, partial=True)
-        failures = [text for scores in found.scores for text in scores.failures]
-        dice = {method: found.means(method)["dice"] for method in found.methods}
+            moved_pairs = [with_moved(pair, Path(folder), shift, angle, arguments.margin) for pair in pairs]
+            evaluation: Evaluation = evaluate(moved_pairs, methods, labels=labels, partial=True)
+        failures = [text for scores in evaluation.scores for text in scores.failures]
+        dice = {method: evaluation.means(method)["dice"] for method in evaluation.methods}
         rows.append({"shift_mm": shift, "angle_degrees": angle, "dice": dice, "failures": failures})
         print(json.dumps(rows[-1]), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""`carl register` on the validation pairs, at their own resolution, on this machine's CPU.
+"""Run `carl register` on the validation pairs, at their own resolution, on the CPU.
 
     python experiments/native/run.py ../shared/data work --pairs 4 --kinds network fields
 
-Each pair is one command, as a user would give it. Results are kept in results/native.json after every pair; what is
-there already by the same model is skipped, so that the run can be stopped and started again. `work` holds one
-registration at a time, and the warped images of each set's first pair, for its picture. `--keep FOLDER` keeps each
-pair's transforms and report in FOLDER/SET/KIND/MOVING_to_FIXED, for `carl evaluate` and experiments/accuracy; pairs
-that it lacks are run again.
-Dice "before" is with the headers as they are, and with the fixed and the moving image's boxes laid onto one another
+Each pair is one command, as a user would type it. Results are written to results/native.json after every pair; pairs
+already registered by the same model are skipped, so the script can be stopped and restarted. `work` holds one result at
+a time, and the warped images of each set's first pair for its picture. `--keep FOLDER` keeps each pair's transforms and
+report in FOLDER/SET/KIND/MOVING_to_FIXED, for `carl evaluate` and experiments/accuracy; pairs missing there are
+registered again.
+Dice "before" is computed with the headers as they are, and with the moving image's box stretched onto the fixed image's
 ("stretched"), which is what the network starts from; "better" means better than both.
 """
 
@@ -44,11 +44,11 @@ SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
 SETS = {"hippocampus": (1, 2), "abdomen": tuple(range(1, 14)), "brain": SUBCORTICAL}
 KINDS = {
     "network": ["--io-iterations", "0"],
-    "fields": ["--over", "fields"],
+    "fields": ["--optimize", "fields"],
     "affine": ["--transform", "affine"],
     "rigid": ["--transform", "rigid"],
-    "affine-attention": ["--transform", "affine", "--fit-to", "attention"],
-    "rigid-attention": ["--transform", "rigid", "--fit-to", "attention"],
+    "affine-attention": ["--transform", "affine", "--fit-source", "attention"],
+    "rigid-attention": ["--transform", "rigid", "--fit-source", "attention"],
 }
 SEED = 0
 KEPT = ("transform.h5", "inverse_transform.h5", "report.json")
@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["network", "fields"])
-    parser.add_argument("--pairs", type=int, help="of each set, drawn with a fixed seed; all of them if left out")
-    parser.add_argument("--model", default="default", help="a model's name or file; the default model if left out")
+    parser.add_argument("--pairs", type=int, help="pairs of each set, drawn with a fixed seed (default: all)")
+    parser.add_argument("--model", default="default", help="name or file of a model (default: the default model)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each pair's transforms and report there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.model != "default" and arguments.out == RESULTS:
-        parser.error("results beside this script are the default model's: expected --out with another --model")
+        parser.error("the results beside this script belong to the default model: give --out with another --model")
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "native.json"
@@ -79,13 +79,13 @@ def main() -> None:
             for kind in arguments.kinds:
                 same = {"set": name, "fixed": fixed, "moving": moving, "kind": kind}
                 known = next((row for row in report["rows"] if same.items() <= row.items()), None)
-                place = arguments.keep and arguments.keep / name / kind / f"{moving}_to_{fixed}"
-                # Rows of old do not say by which model they are.
-                if known and known.get("model", {}).get("sha256", weights) == weights and is_kept(place, weights):
+                folder = arguments.keep and arguments.keep / name / kind / f"{moving}_to_{fixed}"
+                # Old rows do not name their model.
+                if known and known.get("model", {}).get("sha256", weights) == weights and is_kept(folder, weights):
                     continue
                 row = register(arguments.data / name / "val", same, arguments.work / "pair", arguments.model)
-                if place:
-                    keep(arguments.work / "pair", place)
+                if folder:
+                    keep(arguments.work / "pair", folder)
                 if number == 0:
                     shutil.copy(arguments.work / "pair" / "warped.nii.gz", arguments.work / f"{name}_{kind}.nii.gz")
                 report["rows"] = [*(one for one in report["rows"] if one is not known), row]
@@ -102,39 +102,39 @@ def main() -> None:
 
 def validation_pairs(folder: Path, name: str) -> list[tuple[str, str]]:
     """Ordered pairs of different subjects: all of them, or for the hippocampus 40 drawn with seed 0. Their order is
-    drawn with a fixed seed, so that the first few are always the same and no subject comes first."""
+    random with a fixed seed, so that the first few are always the same and of various subjects."""
     subjects = sorted(
         path.name.removesuffix(".nii.gz") for path in folder.glob("*.nii.gz") if "_labels" not in path.name
     )
     pairs = [(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
     if not pairs:
-        sys.exit(f"{folder} holds {len(subjects)} images; expected at least two, NAME.nii.gz with NAME_labels.nii.gz")
+        sys.exit(f"{folder} has {len(subjects)} images; expected at least two, NAME.nii.gz with NAME_labels.nii.gz")
     if name == "hippocampus":
         pairs = random.Random(0).sample(pairs, min(40, len(pairs)))
     return random.Random(SEED).sample(pairs, len(pairs))
 
 
-def keep(work: Path, place: Path) -> None:
-    """Copy what is kept of a registration, its report last."""
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+def keep(work: Path, folder: Path) -> None:
+    """Copy the transforms of a registration, and its report last."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name in KEPT:
-        shutil.copy(work / name, place / name)
+        shutil.copy(work / name, folder / name)
 
 
-def is_kept(place: Path | None, weights: str) -> bool:
-    """Whether a pair's folder is complete, and by these weights."""
-    if place is None:
+def is_kept(folder: Path | None, weights: str) -> bool:
+    """Whether a pair's folder is complete and was made with these weights."""
+    if folder is None:
         return True
     try:
-        report = json.loads((place / "report.json").read_text(encoding="utf-8"))
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(report.get("model", {}).get("sha256") == weights) and all((place / name).is_file() for name in KEPT)
+    return bool(report.get("model", {}).get("sha256") == weights) and all((folder / name).is_file() for name in KEPT)
 
 
 def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict[str, Any]:
-    """One command on a pair of a set, by its kind; its time and memory, and the scores of its labels."""
+    """Register one pair with the options of its kind; return its time, memory and scores."""
     name, fixed, moving, kind = (pair[key] for key in ("set", "fixed", "moving", "kind"))
     shutil.rmtree(work, ignore_errors=True)
     words = [sys.executable, "-m", "carlreg", "register", "--quiet", "--device", "cpu", "--seed", str(SEED)]
@@ -145,28 +145,28 @@ def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict
     start = time.perf_counter()
     subprocess.run(words, check=True)
     seconds = time.perf_counter() - start
-    told = json.loads((work / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((work / "report.json").read_text(encoding="utf-8"))
     wanted = {
-        when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in told["dice"].items()
+        when: {int(k): v for k, v in scores.items() if int(k) in SETS[name]} for when, scores in report["dice"].items()
     }
     return {
         **pair,
         "commit": commit(),
-        "model": {key: told["model"].get(key) for key in ("name", "sha256")},
+        "model": {key: report["model"].get(key) for key in ("name", "sha256")},
         "before_headers": mean_score(wanted["before"]),
         "before_stretched": stretched(segs["fixed"], segs["moving"], SETS[name]),
         "after": mean_score(wanted["after"]),
         "labels": {str(label): score for label, score in wanted["after"].items()},
         "command_seconds": round(seconds, 1),
-        "seconds": told["seconds"],
-        "peak_gb": told["peak_memory_gb"]["process"],
-        "metrics": told["metrics"],
-        "warnings": told["warnings"],
+        "seconds": report["seconds"],
+        "peak_gb": report["peak_memory_gb"]["process"],
+        "metrics": report["metrics"],
+        "warnings": report["warnings"],
     }
 
 
 def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
-    """Dice with the two boxes laid onto one another."""
+    """Dice with the two boxes aligned."""
     f, m = (images.read_labels(path) for path in (fixed, moving))
     warped = world_transform.apply(boxes(f, m), m, f, "nearest")
     first, second = (torch.from_numpy(one.data.astype(np.int64))[None, None] for one in (warped, f))
@@ -174,7 +174,7 @@ def stretched(fixed: Path, moving: Path, labels: tuple[int, ...]) -> float:
 
 
 def boxes(fixed: Image, moving: Image) -> WorldTransform:
-    """T that lays the fixed image's box, turned closest to RAS, onto the moving image's."""
+    """T that maps the fixed image's box, with axes closest to RAS, onto the moving image's."""
     f, m = orientation.to_closest_ras(fixed), orientation.to_closest_ras(moving)
     return WorldTransform.linear(m.unit_to_world() @ f.world_to_unit())
 
@@ -188,8 +188,8 @@ def groups(report: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, An
 
 
 def table(report: dict[str, Any]) -> str:
-    """Means over the pairs, but for seconds, whose median minds other programs less, and the most memory; both are of
-    the whole command."""
+    """Means over the pairs; for the time of the whole command the median, which other programs disturb less, and for
+    its memory the maximum."""
     lines = [
         "| set | kind | pairs | headers | stretched | after | better | folds % | seconds | GB |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -207,8 +207,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def picture(folder: Path, fixed: str, moving: str, shown: dict[str, Image], path: Path) -> None:
-    """The middle slice of the fixed image, of the moving one stretched to it, and of each result, with the edges of the
-    fixed labels over all of them."""
+    """Draw one slice of the fixed image, of the moving image stretched to it, and of each result, with the outlines of
+    the fixed labels on each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,9 +220,9 @@ def picture(folder: Path, fixed: str, moving: str, shown: dict[str, Image], path
     middle = int(np.argmax((labels.data > 0).sum(axis=(0, 1))))
     figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.4), squeeze=False)
     for axis, (title, image) in zip(axes[0], panels.items(), strict=True):
-        turned = orientation.to_closest_ras(image)
-        aspect = turned.spacing[1] / turned.spacing[0]
-        axis.imshow(turned.data[:, :, middle].T, cmap="gray", origin="lower", aspect=aspect)
+        oriented = orientation.to_closest_ras(image)
+        aspect = oriented.spacing[1] / oriented.spacing[0]
+        axis.imshow(oriented.data[:, :, middle].T, cmap="gray", origin="lower", aspect=aspect)
         edges = labels.data[:, :, middle].T
         axis.contour(edges > 0, levels=[0.5], colors="tab:orange", linewidths=0.7)
         axis.set_title(title, fontsize=9)

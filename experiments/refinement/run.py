@@ -1,10 +1,10 @@
-"""Ablation of the refinement layers without instance optimisation, in the form of the paper's Table 2.
+"""Ablation of the refinements without instance optimisation, as in the paper's Table 2.
 
     python experiments/refinement/run.py ../shared/data/abdomen/val experiments/refinement/abdomen --labels 1,2,3,6,11
     python experiments/refinement/run.py ../shared/data/brain/val experiments/refinement/brain
 
-One trained network, cut after Ξθ, after Ψ1, after Ψ2 and, where it has one, after Ψ3; each is evaluated on all ordered
-pairs in the images' own space. The paper trained one network further instead of cutting it.
+A trained network is truncated after Ξθ, after Ψ1, after Ψ2 and, if it has one, after Ψ3; each part is evaluated on all
+ordered pairs in the images' own space. The paper instead adds a refinement and trains further.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from experiments.made import commit, machine
 
 
 def stages(model: RegistrationAlgorithm) -> dict[str, RegistrationAlgorithm]:
-    """The network and what is left of it without its last steps, the shortest first; poolings stay around."""
+    """The network truncated after each step, shortest first; each part keeps its poolings."""
     if isinstance(model, Downsample):
         return {name: Downsample(inner, model.aligned) for name, inner in stages(model.phi).items()}
     if isinstance(model, TwoStep):
@@ -38,7 +38,7 @@ def stages(model: RegistrationAlgorithm) -> dict[str, RegistrationAlgorithm]:
     return {"Ξ alone": model}
 
 
-def tell(scores: Scores) -> None:
+def show(scores: Scores) -> None:
     print(scores.method, scores.pair, *scores.failures, f"{scores.figures['dice']:.4f}", flush=True)
 
 
@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    told = read_metadata(arguments.model)
-    kept = {key: value for key, value in told.items() if key in ("grid", "ct_range")}  # how images are made ready
+    metadata = read_metadata(arguments.model)
+    kept = {key: value for key, value in metadata.items() if key in ("grid", "ct_range")}  # how images are prepared
     labels = [int(word) for word in arguments.labels.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         methods = {}
@@ -61,8 +61,8 @@ def main() -> None:
             save(model, path, metadata=kept)
             methods[name] = by_model(str(path), io_iterations=0, device=arguments.device)
         pairs = oasis.pairs(arguments.data)[: arguments.pairs]
-        found = evaluate(pairs, methods, labels=labels, done=tell)
-    found.write(arguments.out, overwrite=True)
+        evaluation = evaluate(pairs, methods, labels=labels, done=show)
+    evaluation.write(arguments.out, overwrite=True)
     about = {
         "commit": commit(),
         "machine": machine(),
@@ -70,8 +70,8 @@ def main() -> None:
         "model": arguments.model.name,
     }
     (arguments.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-    for method in found.methods:
-        print(method, found.means(method))
+    for method in evaluation.methods:
+        print(method, evaluation.means(method))
 
 
 if __name__ == "__main__":

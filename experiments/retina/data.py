@@ -1,11 +1,12 @@
-"""Warped vessel segmentations of the DRIVE data set: pairs of the same retina, in three variants.
+"""Warped vessel segmentations of the DRIVE dataset: pairs of the same retina, in three variants.
 
     python experiments/retina/data.py FOLDER carry/retina.npz     # packs the 20 segmentations, 0.2 MB
 
-FOLDER is a DRIVE download, or a folder that holds its twenty `*_manual1.gif` (vessels of images 21 to 40). In file
-order the first 14 are for training and the last 6 for testing. Each image and its vertical flip is the moving image of
-20 pairs; the fixed image is that retina warped by two elastic grids. Baseline pads both images by 200 pixels below.
-Shift pads the fixed image above instead, and Scale Shift shrinks it to 80 % as well. All are averaged over 4 × 4.
+FOLDER is a DRIVE download, or a folder with its twenty `*_manual1.gif` (vessels of images 21 to 40). In the order of
+file names, the first 14 are for training and the last 6 for testing. Each image and its vertical flip is the moving
+image of 20 pairs; the fixed image is that retina warped by two elastic grids. Baseline pads both images by 200 pixels
+below. Shift pads the fixed image above instead, and Scale Shift also shrinks it to 80 %. All are averaged over blocks
+of 4 × 4.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TRAINING = 14
 """Images for training; the others are for testing."""
 WARPS, PADDING, POOLING, ZOOM = 20, 200, 4, 0.8
 ELASTIC = ((25.0, 3), (12.0, 6))
-"""Standard deviation in pixels at the control points, and how many of them along each axis."""
+"""Standard deviation at the control points in pixels, and the number of control points along each axis."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Pairs:
         return len(self.fixed)
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Moving and fixed images of some pairs."""
+        """Moving and fixed images of these pairs."""
         return self.moving[self.retina[index]], self.fixed[index]
 
 
 def build(segmentations: Tensor, variant: Variant, seed: int) -> Pairs:
-    """Pairs made of binary images (N, 1, height, width), where those are. The warps follow from the seed alone, so
-    that the same seed gives the same retinas in every variant."""
+    """Pairs made from binary images (N, 1, height, width), on their device. The warps depend on the seed alone, so that
+    the same seed gives the same retinas in every variant."""
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}; expected one of {', '.join(VARIANTS)}")
     zoom = ZOOM if variant == "Scale Shift" else 1.0
@@ -68,14 +69,14 @@ def build(segmentations: Tensor, variant: Variant, seed: int) -> Pairs:
 
 
 def shrink(images: Tensor, above: int) -> Tensor:
-    """Padded by 200 pixels, so many of them above and the others below, and averaged over blocks."""
+    """Pad by 200 pixels, this many of them above and the rest below, and average over blocks."""
     return F.avg_pool2d(F.pad(images, (0, 0, above, PADDING - above)), POOLING)
 
 
 def elastic_points(image: Tensor, zoom: float, generator: torch.Generator) -> Tensor:
-    """Where each pixel of a warped image takes its value: (1, height, width, 2), first grid ∘ second grid.
+    """Source point of each pixel of a warped image, (1, height, width, 2): first grid ∘ second grid.
 
-    The second grid also holds the zoom: points move away from the centre, so that what is seen becomes smaller.
+    The second grid includes the zoom: points move away from the centre, so that the retina becomes smaller.
     """
     points = voxel_points(image)
     size = torch.tensor([n - 1 for n in image.shape[2:]], dtype=points.dtype, device=points.device)
@@ -89,7 +90,7 @@ def elastic_points(image: Tensor, zoom: float, generator: torch.Generator) -> Te
 
 
 def spline_matrix(count: int, size: int) -> Tensor:
-    """(size, count): the cubic spline through `count` evenly spaced values, mirrored at the ends, at `size` places."""
+    """(size, count): the cubic spline through `count` evenly spaced values, mirrored at the ends, at `size` points."""
 
     def basis(position: Tensor) -> Tensor:
         index, fraction = position.floor(), position - position.floor()
@@ -110,7 +111,7 @@ def spline_matrix(count: int, size: int) -> Tensor:
 
 
 def load(path: Path, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Segmentations for training and for testing, (N, 1, 584, 565), from what this script packed."""
+    """Segmentations for training and for testing, (N, 1, 584, 565), from a file of this script."""
     with np.load(path) as pack:
         bits, shape = pack["bits"], tuple(pack["shape"])
     images = np.unpackbits(bits, axis=1)[:, : shape[1] * shape[2]].reshape(shape)

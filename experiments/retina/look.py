@@ -1,9 +1,9 @@
-"""What the trained retina networks do: equivariance measured, attention masks, and pictures.
+"""Measure the equivariance and attention masks of the trained retina networks, and draw pairs.
 
     python experiments/retina/look.py carry/retina.npz MODELS experiments/retina/results
 
-MODELS is a folder with what train.py wrote for CARL and the displacement network, trained on Baseline with seed 0.
-Writes look.json and, for the pictures, look.npz (which plot.py reads and which is not kept).
+MODELS is a folder with the models of train.py for CARL and the displacement network, trained on Baseline with seed 0.
+Writes look.json and, for the pictures of plot.py, look.npz (not committed).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load as load_model
 
 SHIFTS = (0, 1, 2, 3, 4, 6, 8, 12, 13, 16, 20, 24, 28, 32, 37, 40, 44, 48)
-"""In pixels of the averaged images, of which a retina has about 130; 50 rows below it are empty."""
+"""In pixels of the averaged images. A retina spans about 130 pixels, with 50 empty rows below it."""
 COARSE = 4
-"""Pixels of the averaged images to a voxel of Ξθ."""
+"""Pixels of the averaged images per voxel of Ξθ."""
 
 
 def shifted(images: Tensor, rows: int) -> Tensor:
-    """Moved down, with nothing above: I ∘ U for U(x) = x − rows."""
+    """Shift images down, with zeros above: I ∘ U for U(x) = x − rows."""
     return torch.nn.functional.pad(images, (0, 0, rows, -rows))
 
 
@@ -58,7 +58,7 @@ def equivariance(model: RegistrationAlgorithm, pairs: Pairs) -> dict[str, list[f
 
 
 def masks(model: RegistrationAlgorithm, pairs: Pairs, count: int = 6) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attention of random vessel voxels of one pair, and how far every vessel voxel's attention is spread."""
+    """Attention of random vessel voxels of one pair, and the spread of every vessel voxel's attention."""
     moving, fixed = pairs.at(torch.tensor([45]))
     inside = Inside.of(model, moving, fixed)
     vessels = (inside.fixed[0, 0] > 0.1).nonzero()

@@ -22,10 +22,10 @@ COLUMNS = (
     ("Scale Shift", "Scale Shift"),
     ("Baseline", "Scale Shift"),
 )
-"""Trained on, tested on: as in the paper's figure."""
+"""Training and test set of each column, as in the paper's figure."""
 COLOURS = {"displacement": "tab:blue", "Ξ": "tab:green", "CARL": "#d99a00"}
 FAILED = 0.5
-"""A run whose mean Dice on the set it was trained for is below this has failed."""
+"""A run has failed if its mean Dice on its own test set is below this."""
 
 
 def mean(values: list[float]) -> float:
@@ -53,21 +53,21 @@ def table(result: dict[str, Any]) -> str:
 
 
 def violins(result: dict[str, Any], folder: Path) -> None:
-    """The paper's right-most panel: every test pair of every run, and the runs' means."""
+    """The paper's rightmost panel: every test pair of every run, and each run's mean."""
     figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
     for n, (trained, tested) in enumerate(COLUMNS):
         for m, network in enumerate(NETWORKS):
             runs = [r for r in result["runs"] if r["network"] == network and r["trained on"] == trained]
             if not runs:
                 continue
-            place = n + (m - 1) * 0.28
-            parts = axis.violinplot([score for r in runs for score in r["dice"][tested]], [place], widths=0.26)
+            position = n + (m - 1) * 0.28
+            parts = axis.violinplot([score for r in runs for score in r["dice"][tested]], [position], widths=0.26)
             for body in parts["bodies"]:
                 body.set_facecolor(COLOURS[network])
             for line in ("cbars", "cmins", "cmaxes"):
                 parts[line].set(color=COLOURS[network], linewidth=0.6)
             means = [mean(r["dice"][tested]) for r in runs]
-            axis.plot([place] * len(means), means, "k.", markersize=4)
+            axis.plot([position] * len(means), means, "k.", markersize=4)
         level = statistics.fmean(result["unregistered"][tested])
         axis.plot([n - 0.45, n + 0.45], [level, level], ":", color="0.5")
     axis.set_xticks(range(len(COLUMNS)), [f"{trained} →\n{tested}" for trained, tested in COLUMNS])
@@ -79,11 +79,13 @@ def violins(result: dict[str, Any], folder: Path) -> None:
 
 def equivariance(look: dict[str, Any], folder: Path) -> None:
     figure, axis = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
-    found = look["equivariance"]
+    errors = look["equivariance"]
     for network in ("CARL", "displacement"):
         for kind, style in (("[W, U]", "-"), ("[U, U]", "--")):
             label = f"{network}, {kind}"
-            axis.plot(found["shifts_pixels"], found[network][kind], style, marker=".", c=COLOURS[network], label=label)
+            axis.plot(
+                errors["shifts_pixels"], errors[network][kind], style, marker=".", c=COLOURS[network], label=label
+            )
     axis.set(xlabel="shift, pixels", ylabel="error over the vessels, pixels")
     axis.set_yscale("symlog", linthresh=1)
     axis.set_ylim(bottom=0)
@@ -129,7 +131,7 @@ def pictures(arrays: Any, folder: Path) -> None:
 
 
 def draw_grid(axis: Any, points: Any, every: int = 6) -> None:
-    """Where a map takes rows and columns of voxels: points (height, width, 2)."""
+    """Draw the images of rows and columns of voxels under a map, points (height, width, 2)."""
     height, width = points.shape[:2]
     x, y = points[..., 1] * (width - 1), points[..., 0] * (height - 1)
     for i in range(0, height, every):

@@ -1,10 +1,10 @@
-"""How fast the retina networks train, and what limits it.
+"""Measure how fast the retina networks train, and what limits it.
 
     python experiments/retina/speed.py OUT --commit COMMIT
 
-Each network's step (10 pairs of the experiment's size, both directions, GradICON) is timed alone and with several runs
-side by side, as train.py does it; one step without a graph is profiled, for its kernels: their number, the time that
-they keep the GPU busy, and the widest of them. Writes speed.json.
+Each network's step (10 pairs of the experiment's size, both directions, GradICON) is timed for a single run and for
+several runs in parallel, as in train.py. One step without a CUDA graph is profiled: the number of its kernels, their
+total time on the GPU, and the longest of them. Writes speed.json.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
 SHAPE = (196, 141)
-"""Of an image of the experiment."""
+"""Shape of the experiment's images."""
 TOGETHER = (1, 3, 6)
 
 
 class Runs:
-    """Some networks on their way, each with its stream."""
+    """Networks in training, each with its own stream."""
 
     def __init__(self, network: str, count: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -55,17 +55,17 @@ class Runs:
 
 
 def kernels(network: str, device: torch.device) -> dict[str, Any]:
-    """Of one step: how many, for how long, and where the time goes."""
+    """The kernels of one step: their number, total time, and the longest ones."""
     runs = Runs(network, 1, device)
     step = TrainingStep(
         NETWORKS[network]().to(device).train(), Stage(1, learning_rate=RATE), device=device, graphs=False
     )
     for n in range(3):
         step(runs.moving, runs.fixed, RATE, seed=n)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(runs.moving, runs.fixed, RATE, seed=3)
         torch.cuda.synchronize()
-    events = [event for event in seen.events() if "CUDA" in str(event.device_type)]
+    events = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
     spent: dict[str, float] = {}
     for event in events:
         spent[event.name] = spent.get(event.name, 0.0) + event.device_time / 1e3
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU; expected one, since its speed is measured")
+        raise SystemExit("this script measures the speed of a GPU, but there is none")
     device = torch.device("cuda")
     report: dict[str, Any] = {
         "commit": arguments.commit,

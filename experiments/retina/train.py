@@ -1,11 +1,11 @@
-"""Train the three networks of the paper's retina experiment, several runs side by side on one GPU, and score them.
+"""Train the three networks of the paper's retina experiment, several runs in parallel on one GPU, and score them.
 
     python experiments/retina/train.py carry/retina.npz OUT --networks CARL --variants Baseline Shift --seeds 0 1 2
 
-The authors' schedule: Adam with rate 3e-4, batches of 10 pairs, one epoch of diffusion and 145 of GradICON. Each run is
-captured as a CUDA graph of its own stream, so that the small kernels of one fill the gaps of another. Writes
-runs.json, with the Dice of every run on all three test sets; and of each network the model that was trained on
-Baseline with seed 0, at the end and after diffusion. Runs that runs.json already holds are left out.
+The schedule is the authors': Adam with a learning rate of 3e-4, batches of 10 pairs, one epoch of diffusion and 145 of
+GradICON. Each run is captured as a CUDA graph on its own stream, so that the small kernels of one run fill the gaps of
+another. Writes runs.json with the Dice of every run on all three test sets, and each network's model trained on
+Baseline with seed 0, at the end and after diffusion. Runs that runs.json already has are skipped.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NETWORKS = {
 BATCH, RATE, EPOCHS = 10, 3e-4, 145
 DATA_SEEDS = {"train": 0, "test": 1}
 CAPTURED = 5
-"""Steps after which a stage is surely captured."""
+"""Steps after which a stage's graph has been captured."""
 VESSEL = 0.2
-"""What counts as vessel, after averaging."""
+"""Threshold for vessels after averaging."""
 
 
 @dataclass
 class Run:
-    """One network on its way through the schedule."""
+    """The training of one network."""
 
     network: str
     variant: Variant
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def kept(self) -> bool:
-        """One model of each network, for a closer look."""
+        """Whether to keep the model: one of each network."""
         return self.variant == "Baseline" and self.seed == 0
 
     def batches(self) -> Iterator[Tensor]:
@@ -110,7 +110,7 @@ class Run:
 
 @torch.no_grad()
 def dice_of(model: RegistrationAlgorithm | None, pairs: Pairs, batch: int = 40) -> list[float]:
-    """Dice of each pair's vessels, warped and fixed; unregistered without a model."""
+    """Dice of each pair's warped and fixed vessels; unregistered without a model."""
     scores = []
     for index in torch.arange(len(pairs), device=pairs.fixed.device).split(batch):
         moving, fixed = pairs.at(index)
@@ -123,26 +123,26 @@ def dice_of(model: RegistrationAlgorithm | None, pairs: Pairs, batch: int = 40) 
 
 
 def vessel_dice(moving: Tensor, fixed: Tensor, phi: Transform) -> list[float]:
-    """Of each pair of a batch."""
+    """Dice of each pair of a batch."""
     first, second = (image > VESSEL for image in (warp(moving, phi, like=fixed), fixed))
     common, total = ((first & second).flatten(1).sum(1), first.flatten(1).sum(1) + second.flatten(1).sum(1))
     return [round(score, 5) for score in (2 * common / total.clamp(min=1)).tolist()]
 
 
 def save_small(model: RegistrationAlgorithm, path: Path) -> None:
-    """As half floats, if they can hold it."""
+    """Save in half precision if the values fit."""
     try:
         save(model, path, dtype=torch.float16)
     except ValueError as error:
-        print(f"{path.name} is kept as it is: {error}")
+        print(f"saving {path.name} in float32: {error}")
         save(model, path)
 
 
 def side_by_side(runs: list[Run], folder: Path, deadline: float) -> bool:
-    """Train runs together. False if the time was up first.
+    """Train runs in parallel; False if the deadline came first.
 
-    A run's graphs are captured while nothing else goes on; then each has a thread, since to replay a graph of two
-    thousand kernels keeps a thread busy for milliseconds.
+    Graphs are captured one run at a time. Then each run has a thread, since replaying a graph of two thousand kernels
+    keeps a thread busy for milliseconds.
     """
     keep = [folder / f"{safe(run)}-diffusion.safetensors" if run.kept else None for run in runs]
     going = [run.steps(path) for run, path in zip(runs, keep, strict=True)]
@@ -168,10 +168,12 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--together", type=int, default=4, help="runs side by side")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of GradICON")
-    parser.add_argument("--images", type=int, help="use so many images only, to try the script")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no group of runs is finished after that long")
+    parser.add_argument("--together", type=int, default=4, help="runs to train in parallel")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="epochs of GradICON")
+    parser.add_argument("--images", type=int, help="use only N images, to try the script")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="time limit; a group of runs that exceeds it is discarded"
+    )
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -232,12 +234,12 @@ def train_in_groups(
     deadline: float,
     commit: str,
 ) -> None:
-    """Train and score runs, some of them side by side, and write what they gave: scores first, then models."""
+    """Train runs in parallel groups, score them, and write scores first, then models."""
     for first in range(0, len(wanted), together):
         runs = [make() for make in wanted[first : first + together]]
         began = time.monotonic()
         if not side_by_side(runs, path.parent, deadline):
-            print("the time is up")
+            print("time limit reached")
             return
         seconds = time.monotonic() - began
         speed = sum(stage.steps for run in runs for stage in run.stages) / seconds

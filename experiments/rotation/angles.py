@@ -1,8 +1,8 @@
-"""Turned images, which the scripts of this folder share. Imported first, it finds the retina experiment's modules.
+"""Rotated images for the scripts of this folder. Import it first: it puts the retina experiment's modules on the path.
 
-The retinas are those of the Baseline set (experiments/retina/data.py) without the empty rows below them: in the middle
-of a square so large that they stay in view however they are turned. A moving image is turned at its full resolution,
-before it is averaged.
+The retinas are those of the Baseline set (experiments/retina/data.py) without the empty rows below them, in the middle
+of a square large enough that they stay in view at every angle. Moving images are rotated at full resolution, before
+they are averaged.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "retina"))
 from data import PADDING, POOLING, Pairs, build  # type: ignore[import-not-found]
 
 SIDE = 192
-"""Of the square. A retina is about 135 wide."""
+"""Side of the square. A retina is about 135 wide."""
 ANGLES = tuple(range(0, 181, 15))
 PLANES = {"sagittal": (1, 2), "coronal": (0, 2), "axial": (0, 1)}
-"""Array axes (left to right, back to front, bottom to top) in whose plane a brain is turned."""
+"""Array axes (left to right, back to front, bottom to top) that span the plane of the rotation."""
 MM = 2.0
-"""A brain's voxels, as experiments/base/prepare.py packs it."""
+"""Voxel size of a brain, as experiments/base/prepare.py packs it."""
 
 
 def turn(degrees: float, shape: Sequence[int], *, like: Tensor, plane: tuple[int, int] = (0, 1)) -> Affine:
-    """x ↦ x turned about the middle of an image with these sides, in the plane of two of its axes."""
+    """The rotation about the centre of an image of this shape, in the plane of two of its axes."""
     linear = torch.eye(len(shape), dtype=torch.float64)
     i, j = plane
     linear[i, i] = linear[j, j] = math.cos(math.radians(degrees))
@@ -44,7 +44,7 @@ def turn(degrees: float, shape: Sequence[int], *, like: Tensor, plane: tuple[int
 
 
 def square(segmentations: Tensor, seed: int, angles: Sequence[float], side: int = SIDE) -> dict[str, Pairs]:
-    """Pairs made of binary images (N, 1, height, width), for each angle by which the moving ones are turned."""
+    """Pairs made from binary images (N, 1, height, width), for each angle of rotation of the moving images."""
     upright = build(segmentations, "Baseline", seed)
     fixed = framed(upright.fixed[:, :, : -(PADDING // POOLING)], side)
     whole = framed(torch.cat([segmentations, segmentations.flip(2)]), side, POOLING)
@@ -56,7 +56,7 @@ def square(segmentations: Tensor, seed: int, angles: Sequence[float], side: int 
 
 
 def framed(images: Tensor, side: int, pooling: int = 1) -> Tensor:
-    """In the middle of an empty square that has this side once it is averaged over blocks."""
+    """Images in the middle of an empty square that has this side after averaging over blocks."""
     padding = []
     for n in reversed(images.shape[2:]):
         before = pooling * ((side - n // pooling) // 2)
@@ -66,7 +66,7 @@ def framed(images: Tensor, side: int, pooling: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Turned:
-    """Pairs whose images are turned at random, each on its own, whenever they are drawn: before any loss sees them."""
+    """Pairs whose images are each rotated at random when drawn, so that the loss is computed on rotated images."""
 
     pairs: Pairs
     generator: torch.Generator
@@ -76,8 +76,8 @@ class Turned:
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         moving, fixed = self.pairs.at(index)
-        return self.any_way(moving), self.any_way(fixed)
+        return self.rotated(moving), self.rotated(fixed)
 
-    def any_way(self, images: Tensor) -> Tensor:
+    def rotated(self, images: Tensor) -> Tensor:
         rotation = random_rotation(images.shape[2:], len(images), like=images, generator=self.generator)
         return warp(images, rotation, like=images)

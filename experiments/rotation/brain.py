@@ -3,11 +3,12 @@
     python experiments/base/prepare.py DATA carry/turned.npz --sets brain --isotropic 2
     python experiments/rotation/brain.py carry/turned.npz OUT --seconds 500          # again, until all steps are done
 
-The authors' procedure: R and Q any rotations, inside the loss; Ξ alone first (`--first`: with diffusion as theirs, or
-with nearness; `--diffusion` are its steps), then the whole with GradICON. carl-rot went on from what encoder.py writes
-instead of that first stage (`--model`). The same command goes on where OUT/run stands. A run is judged by Dice on the
-`dev` pairs (training subjects kept back), each moving brain turned once at random. Writes scores.json, and the best
-model as half floats. turned.py scores it at every angle.
+This follows the authors' procedure: R and Q are random rotations inside the loss; Ξ is trained alone first (`--first`:
+with diffusion, as theirs, or with nearness; `--diffusion` is its number of steps), then the whole network with
+GradICON. carl-rot was trained from the output of encoder.py instead of that first stage (`--model`). The same command
+resumes the run in OUT/run. Checkpoints are chosen by Dice on the `dev` pairs (training subjects kept back), each moving
+brain rotated once at random. Writes scores.json, and the best model in half precision. turned.py scores it at every
+angle.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 from train import Data, add_arguments, show, start_from  # type: ignore[import-not-found]
 
 UNETS: dict[str, Any] = {"unet_down": (16, 32, 64, 64, 64), "unet_up": (64, 64, 48, 32, 16)}
-"""With an encoder 64 wide, 4.70 M parameters: 9.0 MiB of half floats."""
+"""With an encoder of width 64, 4.70 M parameters: 9.0 MiB in half precision."""
 HANDED = 16
-"""Determinants in the encoder that tell left from right."""
+"""Determinants in the encoder, which distinguish left from right."""
 FIRST = {"diffusion": 10.5, "nearness": 50.0}
-"""Regularisers of the first stage with their weights. With diffusion, the paper's, nothing moved in 800 steps: all
-points went to one, which it has no slope to leave by."""
+"""Regularisers of the first stage and their weights. With diffusion, the paper's, training did not start in 800 steps:
+all points map to the same place, where diffusion has no gradient."""
 BODY = (0.25, 0.42)
-"""Half axes of the random anatomy: it stays in view however it is turned."""
+"""Half axes of the random anatomy, chosen so that it stays in view at every rotation."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(diffusion=1500, steps=6000, synthetic=0.3)
-    parser.add_argument("--handed", type=int, default=HANDED, help="determinants in the encoder that tell the sides")
-    parser.add_argument("--first", default="nearness", choices=FIRST, help="the first stage's regulariser")
+    parser.add_argument(
+        "--handed", type=int, default=HANDED, help="determinants in the encoder that distinguish left from right"
+    )
+    parser.add_argument("--first", default="nearness", choices=FIRST, help="regulariser of the first stage")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
-    # A turned brain has little more room.
+    # A rotated brain nearly fills the image, so shifts are small.
     data = Data(arguments.data, arguments.side, device, shift=0.04, anatomy={"body": BODY, "shift": 0.05})
     later = {"learning_rate": arguments.rate, "final_learning_rate": arguments.final_rate, "rotate": True}
     later |= {"label_weight": arguments.label_weight}
@@ -68,7 +71,7 @@ def main() -> None:
         weight = FIRST[arguments.first]
         stages.insert(0, Stage(arguments.diffusion, arguments.first, weight, first_step_alone=True, **common))
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{count / 1e6:.2f} M parameters, {2 * count / 2**20:.1f} MiB of half floats", flush=True)
+    print(f"{count / 1e6:.2f} M parameters, {2 * count / 2**20:.1f} MiB in half precision", flush=True)
 
     dev = data.pairs("brain", "dev")
     like = torch.empty(0, device=device)
@@ -77,7 +80,7 @@ def main() -> None:
     def on_dev(model: RegistrationAlgorithm) -> float:
         rows = [data.score(model, "brain", *pair, 0, turns[n : n + 1]) for n, pair in enumerate(dev)]
         dice, before = (float(np.mean([row[key] for row in rows])) for key in ("dice", "before"))
-        print(f"dev, turned at random: Dice {dice:.4f}, before {before:.4f}", flush=True)
+        print(f"dev, rotated at random: Dice {dice:.4f}, before {before:.4f}", flush=True)
         return dice
 
     model = train(

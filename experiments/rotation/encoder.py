@@ -1,16 +1,17 @@
-"""Teach the encoder of CARL{ROT} to find each place of one brain again in another, however the two are turned.
+"""Train the encoder of CARL{ROT} to match positions between two brains at any rotation.
 
-    python experiments/rotation/encoder.py carry/turned.npz OUT --seconds 400      # again, until all steps are done
+    python experiments/rotation/encoder.py carry/turned.npz OUT --seconds 400      # repeat until all steps are done
     python experiments/rotation/brain.py carry/turned.npz OUT2 --model OUT/model.safetensors
 
-Two training brains, which lie in one frame about as well as an affine registration lays them, are seen through affine
-maps of their own: M ∘ P and F ∘ S, each a rotation drawn uniformly from SO(3), a little sheared, scaled and shifted.
-What F ∘ S shows at y, M ∘ P shows at P⁻¹(S(y)). The loss is the cross-entropy between the attention of a voxel y and
-the weights that interpolate linearly at that place, whose centre of mass is the place itself. It stands in for the
-paper's first stage, diffusion on Ξ alone, which from a fresh start sends all points to one.
+Two training brains, aligned with each other about as well as by an affine registration, are each transformed by a
+random affine map, M ∘ P and F ∘ S: a rotation drawn uniformly from SO(3) with a little shear, scaling and translation.
+The point y of F ∘ S corresponds to P⁻¹(S(y)) in M ∘ P. The loss is the cross-entropy between the attention of a voxel y
+and the weights of linear interpolation at that position, whose centre of mass is the position itself. This replaces the
+paper's first stage, diffusion on Ξ alone, which in a new network maps all points to the same place.
 
-The encoder is not averaged over half turns here: it meets all rotations anyway, and this is four times as fast. Writes
-state.pt (to go on from), log.jsonl, encoder.json and model.safetensors: the whole CARL{ROT}, its refinements untrained.
+The encoder is not averaged over half turns here: it is trained on all rotations anyway, and this is four times as fast.
+Writes state.pt (to resume from), log.jsonl, encoder.json and model.safetensors, the whole CARL{ROT} with untrained
+refinements.
 """
 
 from __future__ import annotations
@@ -47,18 +48,20 @@ from brain import HANDED, UNETS  # type: ignore[import-not-found]
 from train import Data, add_arguments  # type: ignore[import-not-found]
 
 PADDING = 4
-"""Coarse voxels of empty space around the images: less than the network has, for speed."""
+"""Coarse voxels of padding around the images; less than in the network, for speed."""
 QUERIES = 1024
-"""Voxels of each image that look for their place in the other."""
+"""Voxels of each image to match in the other."""
 WIDE = 95 * MM
-"""Millimetres from the first voxel of an image to its last, whatever grid it is seen at."""
+"""Millimetres between the first and the last voxel of an image, on any grid."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(steps=4000, rate=1e-3, final_rate=1e-5, pairs=8)
-    parser.add_argument("--handed", type=int, default=HANDED, help="determinants in the encoder that tell the sides")
+    parser.add_argument(
+        "--handed", type=int, default=HANDED, help="determinants in the encoder that distinguish left from right"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
@@ -116,20 +119,20 @@ def main() -> None:
 
 
 def views(scans: Tensor, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Affine, Affine]:
-    """Two brains of each pair, M ∘ P and F ∘ S, (B, 1, *shape) each, perhaps both mirrored; and P and S."""
+    """Random pairs of brains M ∘ P and F ∘ S, (B, 1, *shape) each, some of them both mirrored; and P and S."""
     chosen = torch.stack([torch.randperm(len(scans), generator=generator)[:2] for _ in range(pairs)]).to(scans.device)
     first, second = (view(scans.shape[2:], pairs, scans, generator) for _ in range(2))
     mirrored = (torch.rand(pairs, 1, 1, 1, 1, generator=generator) < 0.5).to(scans.device)
-    seen = []
+    images = []
     for by, index in ((first, chosen[:, 0]), (second, chosen[:, 1])):
         gamma = torch.exp(0.25 * torch.randn(pairs, 1, 1, 1, 1, generator=generator)).to(scans.device)
         brain = torch.where(mirrored, scans[index].flip(2), scans[index])
-        seen.append(warp(brain, by, like=scans, outside="zeros").clamp(1e-4, 1) ** gamma)
-    return seen[0], seen[1], first, second
+        images.append(warp(brain, by, like=scans, outside="zeros").clamp(1e-4, 1) ** gamma)
+    return images[0], images[1], first, second
 
 
 def view(shape: torch.Size, count: int, like: Tensor, generator: torch.Generator) -> Affine:
-    """A rotation about the middle, then a little of any linear map, and a shift."""
+    """A rotation about the centre, a small random linear map, and a translation."""
     linear = torch.eye(3) + 0.04 * torch.randn(count, 3, 3, generator=generator)
     shift = 0.04 * torch.randn(count, 3, generator=generator)
     linear = linear.to(like) @ random_rotation(shape, count, like=like, generator=generator).linear
@@ -140,15 +143,16 @@ def view(shape: torch.Size, count: int, like: Tensor, generator: torch.Generator
 def matching_loss(
     xi: CoordinateAttention, moving: Tensor, fixed: Tensor, p: Affine, s: Affine, generator: torch.Generator
 ) -> Tensor:
-    """Of the attention of M ∘ P and F ∘ S to each other, both ways, averaged."""
+    """Mean cross-entropy of the attention between M ∘ P and F ∘ S, in both directions."""
     batch = len(moving)
     coarse = pool(pool(torch.cat([moving, fixed])))
     with mixed_precision(coarse.device):
         features = xi.features(coarse)
     features = xi.length * F.normalize(features.float(), dim=-1)
-    here, there = features[:batch], features[batch:]
-    one_way = cross_entropy(xi, here, there, compose(p.inverse(), s), coarse, generator)
-    return (one_way + cross_entropy(xi, there, here, compose(s.inverse(), p), coarse, generator)) / 2
+    of_moving, of_fixed = features[:batch], features[batch:]
+    forward = cross_entropy(xi, of_moving, of_fixed, compose(p.inverse(), s), coarse, generator)
+    backward = cross_entropy(xi, of_fixed, of_moving, compose(s.inverse(), p), coarse, generator)
+    return (forward + backward) / 2
 
 
 def cross_entropy(
@@ -164,7 +168,7 @@ def cross_entropy(
     points = voxel_points(image).flatten(1, -2)  # (1, N, D)
     chosen = torch.randint(points.shape[1], (QUERIES,), generator=generator).to(points.device)
     asked = xi.crop(queries).flatten(1, -2)[:, chosen]
-    # A coarse voxel is the mean of 4³ fine ones: its grid ends that much before the image does.
+    # Coarse voxels are means of 4³ fine ones, so the outermost coarse centres lie inside the image.
     share = 1 - 3 / (4 * image.shape[-1] - 1)
     whole = 0.5 + share * (points[:, chosen] - 0.5)
     target = 0.5 + (to_keys(whole.expand(batch, -1, -1)) - 0.5) / share
@@ -177,8 +181,8 @@ def cross_entropy(
 
 @torch.no_grad()
 def errors(xi: RegistrationAlgorithm, scans: Tensor) -> dict[str, float]:
-    """Of whole Ξθ, encoder averaged over half turns, on pairs of brains kept back: how far it is from where an affine
-    registration would be, in millimetres over the brain, and which share of the voxels is off by more than 30."""
+    """Errors of the whole Ξθ, with its encoder averaged over half turns, on pairs of kept-back brains: the distance
+    from an affine registration over the brain, in millimetres, and the share of voxels with more than 30 mm."""
     was = xi.training
     xi.eval()
     generator = torch.Generator().manual_seed(0)

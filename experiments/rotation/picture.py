@@ -1,12 +1,11 @@
-"""One brain turned by 45° and registered by several models, with optimisation: the picture of the paper's appendix.
+"""Draw one brain, rotated by 45° and registered by several models with optimisation, as in the paper's appendix.
 
     python experiments/rotation/picture.py carry/turned.npz experiments/rotation/results --method carl-base=carl-base \\
         --method auto=auto --method GradICON=GRADICON.safetensors
 
-The moving brain is turned in the axial plane, about the middle of a cube that is empty around it. For each method one
-row: the moving and the fixed brain, the warped one, where fixed and warped differ, and the grid of the fixed image as
-the map bends it, drawn over the moving one; axial slices through the middle. Writes turned-45.png, and picture.json
-with what it shows.
+The moving brain is rotated in the axial plane about the centre of an empty cube. Each method has a row of axial slices
+through the centre: the moving, the fixed and the warped brain, the difference between fixed and warped, and the fixed
+image's grid mapped into the moving image. Writes turned-45.png, and picture.json with its numbers.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from experiments.made import commit, machine, png
 
 DEGREES = 45.0
 EVERY = 6
-"""Voxels between two lines of the grid."""
+"""Voxels between two grid lines."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", action="append", default=[], help="NAME=MODEL, as often as need be")
+    parser.add_argument("--method", action="append", default=[], help="NAME=MODEL; may be repeated")
     parser.add_argument("--no-optimisation", action="store_true")
     arguments = parser.parse_args()
     made = {"commit": commit(), "machine": machine(), "degrees": DEGREES}
@@ -59,17 +58,17 @@ def main() -> None:
     plots = figure.subplots(len(arguments.method), 5, squeeze=False)
     rows = {}
     for row, (name, source) in zip(plots, (text.split("=", 1) for text in arguments.method), strict=True):
-        transform, told = by_model(source, arguments.no_optimisation)[0](m, f)
+        transform, rotation = by_model(source, arguments.no_optimisation)[0](m, f)
         warped = world_transform.apply(transform, m, f).data
         index = np.moveaxis(np.indices(f.shape), 0, -1)
-        found = map_points(np.linalg.inv(m.affine), transform(map_points(f.affine, index)))
-        # In units of the image, to count folds.
-        points = torch.from_numpy((found - index) / (np.array(f.shape) - 1)).movedim(-1, 0)[None].float()
-        angle = in_plane(found[..., middle, :2], f.data[..., middle] > FOREGROUND)
+        matches = map_points(np.linalg.inv(m.affine), transform(map_points(f.affine, index)))
+        # In unit coordinates, to count folds.
+        points = torch.from_numpy((matches - index) / (np.array(f.shape) - 1)).movedim(-1, 0)[None].float()
+        angle = in_plane(matches[..., middle, :2], f.data[..., middle] > FOREGROUND)
         rows[name] = {
             "folds_percent": folding(DisplacementField(points), fixed),
             "grid_turned_by": angle,
-            "look": told or None,
+            "look": rotation or None,
         }
         print(name, rows[name], flush=True)
         shown = (m.data, f.data, warped, np.abs(warped - f.data))
@@ -77,7 +76,7 @@ def main() -> None:
             plot.imshow(volume[..., middle].T, cmap="gray", origin="lower", vmin=0, vmax=0.8)
             plot.set_title(what, fontsize=8)
         row[4].imshow(m.data[..., middle].T, cmap="gray", origin="lower", vmin=0, vmax=1.6)
-        for line in (*found[::EVERY, :, middle, :2], *found[:, ::EVERY, middle, :2].swapaxes(0, 1)):
+        for line in (*matches[::EVERY, :, middle, :2], *matches[:, ::EVERY, middle, :2].swapaxes(0, 1)):
             row[4].plot(line[:, 0], line[:, 1], color="tab:orange", linewidth=0.5)
         row[4].set_title("the fixed image's grid", fontsize=8)
         row[4].set(xlim=(-25, 120), ylim=(-25, 120))
@@ -89,17 +88,17 @@ def main() -> None:
     (arguments.out / "picture.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def in_plane(found: np.ndarray, where: np.ndarray) -> dict[str, float]:
-    """By how many degrees the map turns small steps of the grid: the median inside of the brain and around it, and the
-    quartiles' distance there."""
-    steps = np.diff(found, axis=0)[:, 1:]
+def in_plane(matches: np.ndarray, where: np.ndarray) -> dict[str, float]:
+    """The angle by which the map rotates steps of the grid, in degrees: the median and the interquartile range inside
+    the brain and around it."""
+    steps = np.diff(matches, axis=0)[:, 1:]
     angles = np.degrees(np.arctan2(steps[..., 1], steps[..., 0]))
     inside = where[1:, 1:]
-    told: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, part in (("brain", angles[inside]), ("empty_space", angles[~inside])):
         low, middle, high = np.percentile(part, (25, 50, 75))
-        told |= {name: round(float(middle), 1), f"{name}_quartiles_apart": round(float(high - low), 1)}
-    return told
+        result |= {name: round(float(middle), 1), f"{name}_quartiles_apart": round(float(high - low), 1)}
+    return result
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Draw Dice against the angle of the moving image, and grids of one turned pair, from what the other scripts wrote:
-runs.json, sweep.json and sweep.npz of the retinas; turned-NAME.json of brains; log-encoder.jsonl of encoder.py, and
+"""Plot Dice against the angle of the moving image, and grids of one rotated pair, from the files of the other scripts:
+runs.json, sweep.json and sweep.npz of the retinas; turned-NAME.json of the brains; log-encoder.jsonl of encoder.py, and
 log-encoder-2.jsonl of a second run.
 
 python experiments/rotation/plot.py experiments/rotation/results
@@ -26,18 +26,18 @@ LOOKS = {
 }
 
 CHANGED, BACK = 3500, 2600
-"""Steps of encoder.py, see `places`."""
+"""Steps of encoder.py, see `encoder_errors`."""
 COLOURS = ("k", "tab:red", "#d99a00", "tab:blue", "tab:pink", "tab:green")
 
 
 def line(axis: Any, scores: dict[str, list[float]], **look: Any) -> None:
-    """Mean Dice at each angle."""
-    found = sorted((float(angle), mean(dice)) for angle, dice in scores.items())
-    axis.plot([angle for angle, _ in found], [dice for _, dice in found], **look)
+    """Plot the mean Dice at each angle."""
+    points = sorted((float(angle), mean(dice)) for angle, dice in scores.items())
+    axis.plot([angle for angle, _ in points], [dice for _, dice in points], **look)
 
 
 def curves(folder: Path) -> None:
-    """Every run over all test pairs on the left; the few pairs that were optimised as well on the right."""
+    """Left: every run over all test pairs. Right: the few pairs that were also optimised."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
     runs = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
     for run in runs["runs"]:
@@ -54,39 +54,39 @@ def curves(folder: Path) -> None:
                 line(right, scores, color=colour, linestyle=style, label=f"{label}, {how}")
         right.set(title=f"{sweep['pairs']} pairs; dotted: alone, solid: {sweep['steps']} steps optimised")
     for axis in (left, right):
-        axis.set(xlabel="degrees by which the moving image is turned", xticks=range(0, 181, 30))
+        axis.set(xlabel="rotation of the moving image, degrees", xticks=range(0, 181, 30))
     named = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
     left.legend(named.values(), named.keys(), fontsize=8)
     figure.savefig(folder / "angles.png", dpi=110)
 
 
-def places(folder: Path) -> None:
-    """How far from its place a voxel of a kept-back brain was found while the encoder learnt. In the run that carl-rot
-    came from, determinants were taken elsewhere from step `CHANGED` on, where the counter went back to `BACK`."""
+def encoder_errors(folder: Path) -> None:
+    """Plot the median matching error on kept-back brains during training of the encoder. In the run behind carl-rot,
+    determinants were computed from the output from step `CHANGED` on, where the step counter was reset to `BACK`."""
     entries, again = (entries_of(folder / name) for name in ("log-encoder.jsonl", "log-encoder-2.jsonl"))
     back = [n for n, (one, other) in enumerate(itertools.pairwise(entries), 1) if other["step"] < one["step"]]
     first = [entry for entry in entries[: back[0]] if entry["step"] <= CHANGED] if back else []
     last = entries[back[0] :] if back else entries
     figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
     looks = [(first, 0, "before the last block", "0.5")]
-    looks += [(last, CHANGED - BACK if back else 0, "at the end from there on" if back else "at the end", "tab:red")]
-    looks += [(again, 0, "at the end from the beginning", "tab:blue")]
+    looks += [(last, CHANGED - BACK if back else 0, "of the output, later" if back else "of the output", "tab:red")]
+    looks += [(again, 0, "of the output, from the start", "tab:blue")]
     for part, later, label, colour in (look for look in looks if look[0]):
-        known = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
-        axis.plot([n for n, _ in known], [mm for _, mm in known], color=colour, marker="o", markersize=3, label=label)
+        points = [(entry["step"] + later, entry["dev_median"]) for entry in part if "dev_median" in entry]
+        axis.plot([n for n, _ in points], [mm for _, mm in points], color=colour, marker="o", markersize=3, label=label)
     axis.set(xlabel="steps", ylabel="median distance, mm", ylim=(0, None))
     axis.legend(fontsize=8, title="determinants", title_fontsize=8)
     figure.savefig(folder / "encoder.png", dpi=110)
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:
-    """Of a log; none where there is no such file."""
+    """The entries of a log; none if there is no such file."""
     return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def registrations(paths: list[Path], folder: Path) -> None:
-    """A panel for every plane, a colour for every method; dotted where nothing was optimised. At 0° all planes are
-    one."""
+    """A panel for every plane, a colour for every method; dotted without optimisation. At 0° all planes are the
+    same."""
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
     names = sorted({path.stem.removeprefix("turned-").removesuffix("-optimised") for path in paths})
     colours = dict(zip(names, itertools.cycle(COLOURS)))
@@ -106,7 +106,7 @@ def registrations(paths: list[Path], folder: Path) -> None:
 
 
 def grids(folder: Path) -> None:
-    """One pair by each network: where the grid lies in empty space tells whether it turns as a whole."""
+    """One pair registered by each network; the grid in empty space shows whether it rotates as a whole."""
     with np.load(folder / "sweep.npz") as arrays:
         networks = list(dict.fromkeys(key.split("/")[0] for key in arrays.files))
         figure, axes = plt.subplots(
@@ -135,7 +135,7 @@ def main() -> None:
     if (folder / "runs.json").exists():
         curves(folder)
     if (folder / "log-encoder.jsonl").exists():
-        places(folder)
+        encoder_errors(folder)
     if paths := sorted(folder.glob("turned-*.json")):
         registrations(paths, folder)
     if (folder / "sweep.npz").exists():

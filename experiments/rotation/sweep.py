@@ -3,8 +3,8 @@
     python experiments/rotation/sweep.py carry/retina.npz OUT --method rot=OUT/rot-Baseline-0.safetensors \\
         --method CARL=OUT/CARL-Baseline-0.safetensors --method displacement=OUT/displacement-Baseline-0.safetensors
 
-Models are those of train.py, or any for 2-D images of one channel. Writes sweep.json, after every angle; what it holds
-already is left out. And sweep.npz, one pair at `--shown` degrees, for plot.py's picture.
+Models are those of train.py, or any model for 2-D images with one channel. Writes sweep.json after every angle,
+skipping those it already has, and sweep.npz, one pair at `--shown` degrees, for plot.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", action="append", required=True, help="NAME=MODEL, as often as there are methods")
+    parser.add_argument("--method", action="append", required=True, help="NAME=MODEL; may be repeated")
     parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
     parser.add_argument("--pairs", type=int, default=2, help="test pairs, of different retinas")
     parser.add_argument("--optimize", type=int, default=50, help="steps of instance optimisation")
-    parser.add_argument("--shown", type=float, default=135.0, help="degrees of the pair in the picture")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the square")
+    parser.add_argument("--shown", type=float, default=135.0, help="angle of the pair in the picture, degrees")
+    parser.add_argument("--side", type=int, default=SIDE, help="side of the square")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,16 +65,16 @@ def main() -> None:
             if angle in optimised:
                 continue
             first = torch.arange(0, arguments.pairs * 20, 20, device=device)
-            found: tuple[list[float], list[float]] = ([], [])
+            scores: tuple[list[float], list[float]] = ([], [])
             for moving, fixed in (pairs.at(index) for index in first.split(1)):
                 with torch.no_grad(), mixed_precision(device):
                     phi = model(moving, fixed)
-                found[0].extend(vessel_dice(moving, fixed, phi))
+                scores[0].extend(vessel_dice(moving, fixed, phi))
                 phi = instance_optimize(model, moving, fixed, steps=arguments.optimize).transform
-                found[1].extend(vessel_dice(moving, fixed, phi))
-            alone[angle], optimised[angle] = found
+                scores[1].extend(vessel_dice(moving, fixed, phi))
+            alone[angle], optimised[angle] = scores
             write_atomically(path, (json.dumps(result) + "\n").encode())
-            print(f"{name}, {angle}°: {found[0]} alone, {found[1]} optimised", flush=True)
+            print(f"{name}, {angle}°: {scores[0]} alone, {scores[1]} optimised", flush=True)
     np.savez_compressed(arguments.out / "sweep.npz", **arrays)
 
 

@@ -1,13 +1,13 @@
-"""Train CARL{ROT} and what it is compared with on the retinas, several runs side by side; score them on turned ones.
+"""Train CARL{ROT} and the networks it is compared with on retinas, in parallel, and score them on rotated ones.
 
     python experiments/rotation/train.py carry/retina.npz OUT --seeds 0 1 2
 
-`rot` is CARL{ROT} by the authors' procedure, with a shorter first stage: both images of a pair are turned any way, and
-the answer is turned back before the loss sees it; first Ξ alone with diffusion, then the whole with GradICON.
-`outside` is the same network and schedule, but the loss sees the turned images and all of the rotation. `CARL` and
-`displacement` never see a turned image. All are trained and tested on Baseline, in the middle of a square. Writes
-runs.json, with the Dice of every run at every angle of the moving image; and of each network the models of seed 0, at
-the end and after diffusion. Runs that runs.json already holds are left out.
+`rot` is CARL{ROT} trained by the authors' procedure with a shorter first stage: both images of a pair are rotated at
+random, and the result is rotated back before the loss is computed; first Ξ alone with diffusion, then the whole network
+with GradICON. `outside` is the same network and schedule, but the loss is computed on the rotated images. `CARL` and
+`displacement` are trained without rotations. All are trained and tested on Baseline, centred in a square. Writes
+runs.json with the Dice of every run at every angle, and each network's models of seed 0, at the end and after
+diffusion. Runs that runs.json already has are skipped.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--networks", nargs="+", default=list(COMPARED), choices=COMPARED)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--together", type=int, default=4, help="runs side by side")
-    parser.add_argument("--diffusion", type=int, default=1500, help="steps of rot and outside with diffusion first")
-    parser.add_argument("--steps", type=int, default=8120, help="steps with GradICON")
+    parser.add_argument("--together", type=int, default=4, help="runs to train in parallel")
+    parser.add_argument("--diffusion", type=int, default=1500, help="steps of diffusion for rot and outside")
+    parser.add_argument("--steps", type=int, default=8120, help="steps of GradICON")
     parser.add_argument("--angles", nargs="+", type=float, default=ANGLES, help="degrees")
-    parser.add_argument("--side", type=int, default=SIDE, help="of the square")
-    parser.add_argument("--images", type=int, help="use so many images only, to try the script")
+    parser.add_argument("--side", type=int, default=SIDE, help="side of the square")
+    parser.add_argument("--images", type=int, help="use only N images, to try the script")
     parser.add_argument("--tiny", action="store_true", help="use tiny networks, to try the script")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no group of runs is finished after that long")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="time limit; a group of runs that exceeds it is discarded"
+    )
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,13 +74,13 @@ def main() -> None:
     )
 
     def run(network: str, seed: int) -> Run:
-        turns, inside = network in ("rot", "outside"), network == "rot"
+        rotates, inside = network in ("rot", "outside"), network == "rot"
         common: dict[str, Any] = {"learning_rate": RATE, "rotate": inside}
         first = Stage(len(pairs) // BATCH, "diffusion", **common)
-        if turns:
+        if rotates:
             first = Stage(arguments.diffusion, "diffusion", 10.5, first_step_alone=True, **common)
         stages = first, Stage(arguments.steps, **common)
-        shown = Turned(pairs, torch.Generator().manual_seed(seed)) if turns and not inside else pairs
+        shown = Turned(pairs, torch.Generator().manual_seed(seed)) if rotates and not inside else pairs
         return Run(network, "Baseline", seed, shown, stages, device)
 
     arguments.out.mkdir(parents=True, exist_ok=True)

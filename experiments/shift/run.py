@@ -1,10 +1,10 @@
-"""Shift one image: does the answer follow? For architectures alone, with random weights, before any training.
+"""Measure whether the result follows when one image is shifted, for untrained networks with random weights.
 
     python experiments/shift/run.py
 
-The moving image is a smooth texture on a blank canvas; the fixed image is the same texture. The object is shifted in
-the moving image by 1, 2, 3 … voxels; the right change of the answer is that shift. Writes results.json and shift.png
-beside itself, in seconds on a CPU.
+The moving image is a smooth texture on a blank canvas; the fixed image is the same texture. The texture is shifted in
+the moving image by 1, 2, 3 … voxels; the result should change by exactly that shift. Writes results.json and shift.png
+beside this file, in seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from carlreg.objective.losses import gaussian_blur
 
 HERE = Path(__file__).parent
 SIDE, MARGIN, LARGEST = 96, 52, 24
-"""Of the object; of blank canvas at both ends, which the encoder needs; and the largest shift: all in voxels."""
+"""Voxels: the side of the texture, the blank margin at both ends (the encoder needs it), and the largest shift."""
 DOWN, UP = (4, 8, 8, 8, 8), (8, 8, 8, 8, 8)
 """Narrow U-Nets, as deep as the paper's."""
 LENGTH = 80.0
-"""Of the feature vectors: random features are alike, and only long ones make attention compact."""
+"""Length of the feature vectors. Random features are similar, and only long ones make attention compact."""
 MOVE = 3.0
-"""Voxels by which each refinement moves points on average, so that there is something to follow."""
+"""Mean displacement of each refinement in voxels, so that refinements have an effect."""
 
 
 def texture() -> Tensor:
-    """The object, and the fixed image of networks that take images of two shapes."""
+    """The texture; also the fixed image of networks that accept images of different shapes."""
     noise = torch.randn(1, 1, SIDE, SIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     blurred = gaussian_blur(noise, 8.0)
     return blurred / blurred.std()
 
 
 def shifted(voxels: int) -> Tensor:
-    """The moving image: the object, so many voxels further along the first axis."""
+    """The moving image: the texture, shifted by this many voxels along the first axis."""
     canvas = torch.zeros(1, 1, SIDE + 2 * MARGIN + LARGEST, SIDE, dtype=torch.float64)
     canvas[:, :, MARGIN + voxels :][:, :, :SIDE] = texture()
     return canvas
@@ -60,7 +60,7 @@ def tree(first: RegistrationAlgorithm, aligned: bool = True) -> RegistrationAlgo
 
 
 def calibrate(model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> RegistrationAlgorithm:
-    """In evaluation mode, every U-Net moving points by MOVE voxels on this pair (root mean square)."""
+    """Set evaluation mode and scale every U-Net so that it moves points by MOVE voxels (RMS) on this pair."""
 
     def scale(unet: UNet, _: object, output: Tensor) -> Tensor:
         sides = torch.tensor(output.shape[2:])[None, :, None, None] - 1
@@ -78,7 +78,7 @@ def calibrate(model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Re
 
 
 def errors(model: RegistrationAlgorithm, fixed: Tensor) -> list[float]:
-    """For every shift, how far the change of the answer is from it, in voxels: mean over the fixed image's object."""
+    """For every shift, the mean distance in voxels between it and the change of the result, over the fixed texture."""
     sides = torch.tensor(shifted(0).shape[2:]) - 1
     answers = [sides * model(shifted(voxels), fixed).on_grid_of(fixed) for voxels in range(LARGEST + 1)]
     start = MARGIN if fixed.shape[2] > SIDE else 0
@@ -96,7 +96,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     for (name, curve), colour in zip(curves.items(), ("tab:blue", "tab:red", "#d99a00"), strict=True):
         plain.plot(range(0, LARGEST + 1, 4), curve[::4], "o-", ms=5, color=colour, label=name)
         log.semilogy(range(1, LARGEST + 1), curve[1:], "o-", ms=4, color=colour)
-    plain.set(title="Shifts by whole blocks", ylabel="mean error of the answer, voxels")
+    plain.set(title="Shifts by whole blocks", ylabel="mean error of the result, voxels")
     log.set(title="All shifts, on a logarithmic scale", ylim=(1e-16, 1e3))
     for axes in (plain, log):
         axes.set(xlabel="shift of the moving image, voxels", xticks=range(0, LARGEST + 1, 4))
@@ -108,7 +108,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="shift one image: does the answer follow?")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder for results.json and shift.png")
     out: Path = parser.parse_args().out
     curves: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def main() -> None:
     ):
         torch.manual_seed(0)
         first = CoordinateAttention(Encoder(2, width=16), length=LENGTH) if attends else psi()
-        fixed = texture() if attends else shifted(0)  # U-Nets alone need images of one shape
+        fixed = texture() if attends else shifted(0)  # U-Nets alone need images of the same shape
         curves[name] = errors(calibrate(tree(first, aligned), shifted(0), fixed), fixed)
     commit = subprocess.run(
         ("git", "rev-parse", "--short", "HEAD"), cwd=HERE, capture_output=True, text=True, check=True

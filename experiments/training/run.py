@@ -1,9 +1,9 @@
-"""`carl train` on the hippocampi as a new user would: one command on a CSV; then the same, killed and taken up again.
+"""Run `carl train` on hippocampi as a new user would: one command on a CSV file; then the same, killed and resumed.
 
     python experiments/training/run.py ../shared/data/hippocampus OUT --steps 600
 
-Trains one network without a break, and the same one killed in the middle (SIGKILL) and started again by the same
-command; compares the two runs' losses step by step. Writes training.json and curves.png into `--results`.
+Trains one network without interruption, and another one that is killed halfway (SIGKILL) and resumed by the same
+command; compares the losses of the two runs step by step. Writes training.json and curves.png into `--results`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--diffusion-steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--size", default="small")
-    parser.add_argument("--most", type=int, help="images of each split at most, to try the script")
+    parser.add_argument("--most", type=int, help="use at most N images of each split, to try the script")
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def main() -> None:
     killed_at = start_and_kill([*command, "--out", str(broken)], broken, arguments.steps)
     subprocess.run([*command, "--out", str(broken)], check=True)
     logs = [read_log(folder) for folder in (unbroken, broken)]
-    losses = [{place: entry["losses"]["total"] for place, entry in log.items() if "losses" in entry} for log in logs]
+    losses = [{step: entry["losses"]["total"] for step, entry in log.items() if "losses" in entry} for log in logs]
     scores = [[entry["validation"] for entry in log.values() if "validation" in entry] for log in logs]
     on_gpu = torch.cuda.is_available()
     report: dict[str, Any] = {
@@ -72,7 +72,7 @@ def main() -> None:
         "steps_per_second": round(speed(logs[0]), 1),
         "killed_at": killed_at,
         "same_steps_logged": losses[0].keys() == losses[1].keys(),
-        "largest_difference_of_loss": max(abs(losses[0][place] - losses[1][place]) for place in losses[0]),
+        "largest_difference_of_loss": max(abs(losses[0][step] - losses[1][step]) for step in losses[0]),
         "dice": {"unbroken": scores[0], "broken": scores[1]},
         "losses": {"unbroken": list(losses[0].values()), "broken": list(losses[1].values())},
     }
@@ -94,7 +94,7 @@ def write_table(data: Path, table: Path, most: int | None) -> None:
 
 
 def start_and_kill(command: list[str], folder: Path, steps: int) -> dict[str, int]:
-    """Kill the run in the middle of its second stage, between two checkpoints; tell where it was."""
+    """Kill the run halfway through its second stage, between two checkpoints; return the stage and step it reached."""
     process = subprocess.Popen(command)
     while process.poll() is None:
         log = read_log(folder)
@@ -104,25 +104,25 @@ def start_and_kill(command: list[str], folder: Path, steps: int) -> dict[str, in
             process.wait()
             return {"stage": stage, "step": step}
         time.sleep(0.05)
-    raise SystemExit(f"the run ended by itself, with exit code {process.returncode}, before it could be killed")
+    raise SystemExit(f"the run ended with exit code {process.returncode} before it could be killed")
 
 
 def read_log(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """By stage and step. What is being written just now is left out."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    """Log entries by stage and step, ignoring an incomplete last line."""
+    entries: dict[tuple[int, int], dict[str, Any]] = {}
     path = folder / "log.jsonl"
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 entry = json.loads(line)
-                found.setdefault((entry["stage"], entry["step"]), {}).update(entry)
-    return found
+                entries.setdefault((entry["stage"], entry["step"]), {}).update(entry)
+    return entries
 
 
 def speed(log: dict[tuple[int, int], dict[str, Any]]) -> float:
-    """Steps a second in the second stage, between two validations, of which there are none in between."""
-    place = [(step, entry["seconds"]) for (stage, step), entry in log.items() if stage == 1 and "seconds" in entry]
-    inside = [pair for pair in place if 220 <= pair[0] <= 390] or place
+    """Steps per second in the second stage, between two validations."""
+    timed = [(step, entry["seconds"]) for (stage, step), entry in log.items() if stage == 1 and "seconds" in entry]
+    inside = [pair for pair in timed if 220 <= pair[0] <= 390] or timed
     (first, start), (last, end) = inside[0], inside[-1]
     return (last - first) / (end - start)
 
