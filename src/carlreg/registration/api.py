@@ -1,18 +1,16 @@
-"""Two scans in, a registration out: files, headers and intensities taken care of.
+"""Register two scans: from files, headers and intensities to a map of the world.
 
-The way of the data: read, turn to RAS, cut empty margins, stretch to the network's grid, register, optimise, and back
-to the world.
+The scans are read, reoriented to RAS, cropped to their foreground, resampled to the network's grid, registered and
+optimised; the result is a map between world points.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,15 +20,14 @@ from carlreg.explain import Explanation, Inside
 from carlreg.fast.devices import choose_device
 from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
-from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
-from carlreg.files.results import InputRecord, Report
-from carlreg.files.world_transform import WorldTransform
+from carlreg.files.results import Report
+from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.losses import Loss, Similarity
-from carlreg.preparation import Prepared
-from carlreg.registration.case import Case, read_case
+from carlreg.preparation import PreparedPair
+from carlreg.registration.case import Case
 from carlreg.registration.options import (
     FitSource,
     Optimize,
@@ -39,25 +36,18 @@ from carlreg.registration.options import (
     SimilarityName,
     TransformKind,
 )
+from carlreg.registration.progress import Progress
+from carlreg.registration.record import describe_inputs, describe_options, describe_rotation, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.score import _score
-from carlreg.registration.solve import (
-    USUAL,
-    WEIGHT,
-    Way,
-    _Clock,
-    _field_sides,
-    _fit_to_attention,
-    _solve,
-    _Solved,
-)
+from carlreg.registration.score import score
+from carlreg.registration.solve import solve
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
 Model = str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel
-LOOK_SIDE, LOOK_MM = 96, 2.0
-"""The grid on which `model="auto"` looks whether scans are turned against each other, and its usual voxels."""
+SEARCH_SIDE, SEARCH_MM = 96, 2.0
+"""The grid on which `model="auto"` searches for a rotation, and its usual voxel size."""
 
 
 def register(
@@ -151,174 +141,94 @@ def register_pair(
     progress: Callable[[str], None] | None = None,
 ) -> Registration:
     """`register`, with its arguments in two values."""
-
-    def say(text: str) -> None:
-        logger.info("%s", text)
-        if progress is not None:
-            progress(text)
-
-    clock = _Clock()
-    place = choose_device(options.device)
-
-    say("reading")
-    loaded = load_model(model, place)
-    case = read_case(inputs, loaded, place)
-    clock.lap("reading")
-
-    given, seen = case.initial, None
+    device, work = choose_device(options.device), Progress(progress)
+    work.begin("reading")
+    loaded, case = load_model(model, device), Case.read(inputs)
+    start: PointMap = (lambda points: points) if case.initial is None else case.initial
+    rotation = None
     if loaded.searches_rotation:
-        say("looking whether the scans are turned")
-        seen, rigid = _look(case, loaded, place)
-        if seen.is_rotated:
-            logger.info("the moving scan is turned back by %.0f°", seen.degrees)
-            guess = rigid if given is None else world_transform.compose(given, rigid, case.fixed)
-            case = case.through(guess, loaded, place)
-        clock.lap("look")
+        work.begin("look", "searching for a rotation")
+        rotation, case = _rotated_back(case, loaded, device)
+    pair = case.prepare(loaded, device)
 
-    chosen: Way = ("weights" if place.type == "cuda" else "fields") if options.optimize == "auto" else options.optimize
-    transform, regularity = options.transform, options.regularity
-    steps = 0 if options.io_iterations is None and transform != "deformable" else options.io_iterations
-    metrics: dict[str, float] = {}
-    if transform != "deformable" and options.fit_source == "attention":
-        say("coordinate attention")
-        solved = _Solved(_fit_to_attention(loaded.network, case.m, case.f, transform))
-        clock.lap("network")
-    else:
-        solved = _solve(
-            loaded.network,
-            case,
-            transform,
-            steps=steps,
-            over=chosen,
-            allow_identity=options.allow_identity,
-            loss={"similarity": options.io_sim} | ({} if regularity is None else {"weight": regularity}),
-            options={"seed": options.seed, "callback": callback},
-            say=say,
-            clock=clock,
-        )
-        metrics |= solved.metrics
-
-    say("world space")
-    world = solved.world if case.initial is None else world_transform.compose(case.initial, solved.world, case.fixed)
-    if world.is_linear:
-        inverse = WorldTransform.linear(np.linalg.inv(world.affine))
-        metrics["inverse_error_mm"] = metrics["inverse_error_max_mm"] = 0.0
-    else:
-        inverse, residual = world_transform.invert(world, case.moving)
-        missed = residual[np.isfinite(residual)]
-        metrics["inverse_error_mm"] = float(missed.mean()) if missed.size else math.nan
-        metrics["inverse_error_max_mm"] = float(missed.max()) if missed.size else math.nan
+    solution = solve(loaded.network, pair, options, case.fixed, work, callback)
+    world = solution.transform
+    if case.initial is not None:
+        world = world_transform.compose(case.initial, world, case.fixed)
+    inverse, metrics = _invert(world, case)
+    metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
-    clock.lap("world_space")
-
     spread = None
-    if options.certainty if options.certainty is not None else place.type == "cuda":
-        say("certainty")
-        spread = _spread(loaded.network, case)
-        clock.lap("certainty")
-
-    say("scores")
+    if options.certainty if options.certainty is not None else device.type == "cuda":
+        work.begin("certainty")
+        spread = _spread(loaded.network, pair)
+    work.begin("scores")
     labels = None if case.moving_seg is None else world_transform.apply(world, case.moving_seg, case.fixed, "nearest")
-    scores = _score(case, given, world, metrics)
-    clock.lap("scores")
-
-    records = _describe_inputs(inputs, case)
+    scores, dice = score(case, start, world)
+    metrics |= scores
+    records = describe_inputs(inputs, case, pair)
+    warnings = [*case.warnings(), *pair.warnings, *solution.warnings, *metric_warnings(metrics)]
+    for text in warnings:
+        logger.warning("%s", text)
     record = Report(
         model=loaded.provenance,
-        look=None if seen is None else _told(seen),
-        device=str(place),
-        transform=transform,
-        fit_to=None if transform == "deformable" else options.fit_source,
-        io_iterations=0 if solved.over is None else USUAL[solved.over] if steps is None else steps,
-        io_over=solved.over,
-        io_sim=options.similarity_name,
-        regularity=regularity if regularity is not None or solved.over is None else WEIGHT[solved.over],
-        allow_identity=options.allow_identity,
-        seed=options.seed,
-        grid=list(case.f.tensor.shape[2:]),
-        io_grid=_field_sides(case.m, case.f)[1] if solved.over == "fields" else None,
+        look=None if rotation is None else describe_rotation(rotation),
+        device=str(device),
+        **describe_options(options, solution.optimization),
+        grid=list(pair.fixed.tensor.shape[2:]),
         inputs=records,
-        seconds=clock.seconds(),
-        peak_memory_gb=peak_memory(str(place)),
+        seconds=work.seconds(),
+        peak_memory_gb=peak_memory(str(device)),
         metrics=metrics,
-        dice=scores,
-        losses=[] if solved.optimized is None else solved.optimized.losses,
-        warnings=_warnings(metrics, solved),
+        dice=dice,
+        losses=[] if solution.optimization is None else solution.optimization.result.losses,
+        warnings=warnings,
         request=make_request(loaded, options, {name: one.sha256 for name, one in records.items()}),
     )
     return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread)
 
 
-# ---- whether the scans are turned -----------------------------------------------------------------------------------
-
-
-def _look(case: Case, loaded: LoadedModel, place: torch.device) -> tuple[RigidMatch, WorldTransform]:
-    """At both scans with the same cubic voxels: what was seen, and the rigid map of the world."""
-    common = replace(loaded, grid=(LOOK_SIDE,) * case.fixed.dim, voxel=LOOK_MM, prepare=None)
-    f, m = case.prepared_for(common, torch.device("cpu") if place.type == "mps" else place, masks=False)
-    seen = search_rotation(m.tensor, f.tensor)
+def _rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tuple[RigidMatch, Case]:
+    """Search for a rotation between the scans, and undo it by the initial transform."""
+    cubic = replace(loaded, grid=(SEARCH_SIDE,) * case.fixed.dim, voxel=SEARCH_MM, prepare=None)
+    fixed, moving = case.prepare(cubic, torch.device("cpu") if device.type == "mps" else device, masks=False)
+    match = search_rotation(moving.tensor, fixed.tensor)
+    if not match.is_rotated:
+        return match, case
+    logger.info("the moving scan is rotated back by %.0f°", match.degrees)
     unit = np.eye(case.fixed.dim + 1)
-    unit[:-1] = seen.transform.matrix[0].cpu().double().numpy()
-    return seen, WorldTransform.linear(m.image.unit_to_world() @ unit @ f.image.world_to_unit())
+    unit[:-1] = match.transform.matrix[0].cpu().double().numpy()
+    rigid = WorldTransform.linear(moving.image.unit_to_world() @ unit @ fixed.image.world_to_unit())
+    initial = rigid if case.initial is None else world_transform.compose(case.initial, rigid, case.fixed)
+    return match, replace(case, initial=initial)
 
 
-def _told(seen: RigidMatch) -> dict[str, Any]:
-    return {
-        "degrees": round(seen.degrees, 1),
-        "likeness": round(seen.correlation, 4),
-        "likeness_upright": round(seen.upright_correlation, 4),
-        "turned_back": seen.is_rotated,
+def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str, float]]:
+    """The inverse, and metrics of both maps."""
+    if world.is_linear:
+        exact = {"inverse_consistency_mm": 0.0, "inverse_error_mm": 0.0, "inverse_error_max_mm": 0.0}
+        return WorldTransform.linear(np.linalg.inv(world.affine)), exact
+    inverse, residual = world_transform.invert(world, case.moving)
+    missed = residual[np.isfinite(residual)]
+    mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
+    folds = world_transform.folds_percent(world_transform.jacobian_determinant(world, case.fixed))
+    return inverse, {
+        "inverse_consistency_mm": mean,
+        "folds_percent": folds,
+        "inverse_error_mm": mean,
+        "inverse_error_max_mm": largest,
     }
 
 
-def _spread(network: RegistrationAlgorithm, case: Case) -> Image | None:
-    """None for a network that does not begin with coordinate attention."""
+def _spread(network: RegistrationAlgorithm, pair: PreparedPair) -> Image | None:
+    """The spread of the network's attention; None for a network without coordinate attention."""
     if not any(isinstance(module, CoordinateAttention) for module in network.modules()):
         return None
+    fixed, moving = pair
     try:
-        with mixed_precision(case.f.tensor.device):
-            inside = Inside.of(network, case.m.tensor, case.f.tensor)
-            return Explanation(inside, case.f.image, case.m.image).certainty()
+        with mixed_precision(fixed.tensor.device):
+            inside = Inside.of(network, moving.tensor, fixed.tensor)
+            return Explanation(inside, fixed.image, moving.image).certainty()
     except torch.cuda.OutOfMemoryError:
-        logger.warning("the GPU has too little memory to say how sure the network is: the report goes without")
+        logger.warning("the GPU has too little memory to compute certainty: the report omits it")
         return None
-
-
-# ---- what is told ---------------------------------------------------------------------------------------------------
-
-
-def _warnings(metrics: dict[str, float], solved: _Solved) -> tuple[str, ...]:
-    found = list(solved.notes)
-    if metrics.get("folds_percent", 0) > 1:
-        found.append(f"{metrics['folds_percent']:.1f} % of the fixed image is folded: the match is doubtful there")
-    if metrics.get("dice_after", 1) < metrics.get("dice_before", 0):
-        found.append("the labels overlap less after the registration than before it")
-    if solved.optimized is not None and solved.optimized.stopped is not None:
-        found.append(f"the optimisation ended early: {solved.optimized.stopped}")
-    for text in found:
-        logger.warning("%s", text)
-    return tuple(found)
-
-
-def _describe_inputs(inputs: PairInputs, case: Case) -> dict[str, InputRecord]:
-    images = {"fixed": (case.fixed, case.f), "moving": (case.moving, case.m)}
-    return {name: _describe(source, *images.get(name, ())) for name, source in inputs.sources().items()}
-
-
-def _describe(source: Any, image: Image | None = None, prepared: Prepared | None = None) -> InputRecord:
-    """Describe an input: a file or folder by its path and checksum, and an image also by its voxels."""
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source).absolute()  # so that the report can be read from another folder
-        record = InputRecord(path=str(path), sha256=sha256(path))
-    else:
-        record = InputRecord(given_as=type(source).__name__)
-    if image is None or prepared is None:
-        return record
-    return replace(
-        record,
-        shape=list(image.shape),
-        spacing_mm=[round(float(s), 6) for s in image.spacing],
-        sha256_voxels=hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
-        intensities=prepared.intensity_note,
-        seen=prepared.crop_note,
-    )

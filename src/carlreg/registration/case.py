@@ -1,124 +1,138 @@
-"""What a user gives: images, masks, labels, landmarks, transforms and models, from files or from memory.
-
-All of it is read and checked before any network runs.
-"""
+"""The inputs of a registration, read and checked before a network runs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from carlreg import preparation
 from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
-from carlreg.files.images import Image, Matrix, as_image
+from carlreg.files.images import Image, Matrix, as_image, check_same_grid
 from carlreg.files.landmarks import read_landmarks
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel
-from carlreg.preparation import Prepared, PreparedPair, prepare_pair
+from carlreg.preparation import PreparedPair, mask_voxels, prepare_pair
 from carlreg.registration.options import PairInputs
+
+SPACING_RATIO = 100
+"""Voxels of two scans whose sizes differ by more than this factor are probably in different units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A pair with all that came with it."""
+    """A pair as the user gave it. `prepare` makes of it what one model on one device takes."""
 
     fixed: Image
     moving: Image
-    f: Prepared
-    m: Prepared
-    """The moving image as the network sees it: through the first guess, if there is one."""
     fixed_mask: Image | None
     moving_mask: Image | None
     fixed_seg: Image | None
     moving_seg: Image | None
     landmarks: tuple[Matrix, Matrix] | None
+    """World points (N, D) of the fixed image, and the corresponding ones of the moving image."""
     initial: WorldTransform | ItkTransform | None
 
-    def through(self, initial: WorldTransform, model: LoadedModel, place: torch.device) -> Case:
-        """The same pair with another first guess."""
-        case = replace(self, initial=initial)
-        f, m = case.prepared_for(model, place)
-        return replace(case, f=f, m=m)
-
-    def prepared_for(self, model: LoadedModel, place: torch.device, *, masks: bool = True) -> PreparedPair:
-        """The fixed and the moving image as a model sees them, the latter through the first guess if there is one."""
-        seen, mask = _pulled(self.fixed, self.moving, self.moving_mask, self.initial)
-        inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
-        return prepare_pair(self.fixed, seen, model, place, **inside, aligned=self.initial is not None)
-
-
-def read_case(inputs: PairInputs, model: LoadedModel, place: torch.device) -> Case:
-    def image(name: str, what: str) -> Image | None:
-        return None if (source := getattr(inputs, name)) is None else as_image(source, what)
-
-    fixed, moving = as_image(inputs.fixed, "fixed"), as_image(inputs.moving, "moving")
-    if fixed.dim != moving.dim:
-        raise ValueError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
-    fixed_mask, moving_mask = (image(f"{side}_mask", f"{side} mask") for side in ("fixed", "moving"))
-    segs = {side: image(f"{side}_seg", f"{side} labels") for side in ("fixed", "moving")}
-    labels = {side: None if seg is None else images.as_labels(seg) for side, seg in segs.items()}
-    for side, seg in labels.items():
-        if seg is not None and seg.dim != fixed.dim:
-            raise ValueError(f"the {side} labels are {seg.dim}-D but the images {fixed.dim}-D; expected the same")
-    landmarks = _landmarks((inputs.fixed_landmarks, inputs.moving_landmarks), fixed, moving)
-    guess = inputs.initial_transform
-    initial = None if guess is None else _as_transform(guess, fixed.dim)
-    seen, seen_mask = _pulled(fixed, moving, moving_mask, initial)
-    inside = {"fixed_mask": fixed_mask, "moving_mask": seen_mask}
-    f, m = prepare_pair(fixed, seen, model, place, **inside, aligned=initial is not None)
-    return Case(fixed, moving, f, m, fixed_mask, moving_mask, labels["fixed"], labels["moving"], landmarks, initial)
-
-
-def _pulled(
-    fixed: Image,
-    moving: Image,
-    mask: Image | None,
-    initial: WorldTransform | ItkTransform | None,
-) -> tuple[Image, Image | None]:
-    """The moving image and its mask, seen through the first guess on the fixed image's grid."""
-    if mask is not None:
-        preparation.mask_voxels(mask, moving)
-    if initial is None:
-        return moving, mask
-    seen = world_transform.apply(initial, moving, fixed, outside=float(moving.data.min()))
-    if seen.data.min() == seen.data.max():
-        raise ValueError(
-            "through the initial transform nothing of the moving image is seen from the fixed one; expected a map from "
-            "fixed to moving world points (LPS, mm): is it the inverse, or in RAS?"
+    @classmethod
+    def read(cls, inputs: PairInputs) -> Case:
+        fixed, moving = as_image(inputs.fixed, "fixed"), as_image(inputs.moving, "moving")
+        if fixed.dim != moving.dim:
+            raise InputError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
+        return cls(
+            fixed,
+            moving,
+            _mask(inputs.fixed_mask, fixed, "fixed mask"),
+            _mask(inputs.moving_mask, moving, "moving mask"),
+            _labels(inputs.fixed_seg, fixed, "fixed labels"),
+            _labels(inputs.moving_seg, moving, "moving labels"),
+            _landmarks(inputs, fixed, moving),
+            None if inputs.initial_transform is None else _transform(inputs.initial_transform, fixed.dim),
         )
-    return seen, None if mask is None else world_transform.apply(initial, mask, fixed, "nearest")
+
+    def warnings(self) -> list[str]:
+        """What is probably a mistake, though it can be registered."""
+        found = [
+            f"the {name} image looks like a label map: expected a scan; labels are given as {name}_seg"
+            for name, image in (("fixed", self.fixed), ("moving", self.moving))
+            if images.looks_like_labels(image)
+        ]
+        if _same(self.fixed, self.moving):
+            found.append("the fixed and the moving image are the same")
+        elif self.fixed_seg and self.moving_seg and _same(self.fixed_seg, self.moving_seg):
+            found.append("the fixed and the moving labels are the same, though the images differ")
+        sizes = [float(np.prod(image.spacing)) ** (1 / image.dim) for image in (self.fixed, self.moving)]
+        if max(sizes) > SPACING_RATIO * min(sizes):
+            found.append(f"voxels are about {sizes[0]:.3g} mm and {sizes[1]:.3g} mm wide: is a header not in mm?")
+        return found
+
+    def prepare(self, model: LoadedModel, device: torch.device, *, masks: bool = True) -> PreparedPair:
+        """Both images as a model takes them, the moving one resampled by the initial transform if there is one."""
+        moving, mask = self._moved()
+        inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
+        return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None)
+
+    def _moved(self) -> tuple[Image, Image | None]:
+        """The moving image and its mask, resampled to the fixed image's grid by the initial transform."""
+        mask = self.moving_mask
+        if self.initial is None:
+            return self.moving, mask
+        moved = world_transform.apply(self.initial, self.moving, self.fixed, outside=float(self.moving.data.min()))
+        if moved.data.min() == moved.data.max():
+            raise InputError(
+                "the initial transform maps the fixed image outside of the moving one; expected a map from fixed to "
+                "moving world points (LPS, mm): is it the inverse, or in RAS?"
+            )
+        return moved, None if mask is None else world_transform.apply(self.initial, mask, self.fixed, "nearest")
 
 
-def _landmarks(sources: tuple[Any, Any], fixed: Image, moving: Image) -> tuple[Matrix, Matrix] | None:
-    """World points (N, D) of both images, the n-th of one lying where the n-th of the other does."""
-    if sources[0] is None:
+def _same(first: Image, second: Image) -> bool:
+    return np.array_equal(first.affine, second.affine) and np.array_equal(first.data, second.data)
+
+
+def _mask(source: Any, image: Image, name: str) -> Image | None:
+    if source is None:
         return None
-    both = tuple(
+    mask = as_image(source, name)
+    mask_voxels(mask, image)
+    return mask
+
+
+def _labels(source: Any, image: Image, name: str) -> Image | None:
+    """A label map. Like a mask, it must lie on the grid of its image: anything else is likely another scan's."""
+    if source is None:
+        return None
+    labels = images.as_labels(as_image(source, name))
+    check_same_grid(labels, image, "a label map")
+    return labels
+
+
+def _landmarks(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix, Matrix] | None:
+    if inputs.fixed_landmarks is None:
+        return None
+    here, there = (
         read_landmarks(source, image) if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
-        for source, image in zip(sources, (fixed, moving), strict=True)
+        for source, image in ((inputs.fixed_landmarks, fixed), (inputs.moving_landmarks, moving))
     )
-    shapes = [points.shape for points in both]
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] != fixed.dim:
-        raise InputError(f"the landmarks have shapes {shapes[0]} and {shapes[1]}; expected the same, (N, {fixed.dim})")
-    return both[0], both[1]
+    if here.shape != there.shape or here.ndim != 2 or here.shape[1] != fixed.dim:
+        raise InputError(f"the landmarks have shapes {here.shape} and {there.shape}; expected (N, {fixed.dim}) twice")
+    return here, there
 
 
-def _as_transform(source: Any, dim: int) -> WorldTransform | ItkTransform:
+def _transform(source: Any, dim: int) -> WorldTransform | ItkTransform:
     if isinstance(source, (str, os.PathLike)):
-        found = transform_files.read(source)
+        transform = transform_files.read(source)
     elif isinstance(source, (WorldTransform, ItkTransform)):
-        found = source
+        transform = source
     elif isinstance(source, (np.ndarray, list, tuple)):
-        found = WorldTransform.linear(source)
+        transform = WorldTransform.linear(source)
     else:
         raise TypeError(
-            f"initial_transform is a {type(source).__name__}; expected a path, a transform of carlreg.itk or a matrix"
+            f"initial_transform is a {type(source).__name__}; expected a path, a transform of "
+            "carlreg.files.world_transform, or a matrix"
         )
-    if found.dim != dim:
-        raise ValueError(f"the initial transform is {found.dim}-D but the images are {dim}-D; expected the same")
-    return found
+    if transform.dim != dim:
+        raise InputError(f"the initial transform is {transform.dim}-D but the images are {dim}-D; expected the same")
+    return transform

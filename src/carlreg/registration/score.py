@@ -1,4 +1,4 @@
-"""Dice and landmark errors, before and after."""
+"""Dice and landmark errors, before and after the registration."""
 
 from __future__ import annotations
 
@@ -7,33 +7,25 @@ import torch
 
 from carlreg.files import world_transform
 from carlreg.files.images import Image
-from carlreg.files.world_transform import ItkTransform, WorldTransform
+from carlreg.files.world_transform import PointMap
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.registration.case import Case
 
 
-def _score(
-    case: Case,
-    given: WorldTransform | ItkTransform | None,
-    world: WorldTransform,
-    metrics: dict[str, float],
-) -> dict[str, dict[int, float]]:
-    """Dice of each label "before", with the first guess that was given, and "after", where both images have labels;
-    means and landmark errors go into the metrics."""
-    scores: dict[str, dict[int, float]] = {}
-    start = WorldTransform.linear(np.eye(case.fixed.dim + 1)) if given is None else given
-    for when, map_ in (("before", start), ("after", world)):
+def score(case: Case, before: PointMap, after: PointMap) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+    """Mean Dice and landmark error of both maps, as metrics, and the Dice of each label."""
+    metrics: dict[str, float] = {}
+    overlaps: dict[str, dict[int, float]] = {}
+    for when, transform in (("before", before), ("after", after)):
         if case.moving_seg is not None and case.fixed_seg is not None:
-            scores[when] = _dice(
-                world_transform.apply(map_, case.moving_seg, case.fixed_seg, "nearest"), case.fixed_seg
-            )
-            metrics[f"dice_{when}"] = mean_score(scores[when])
+            warped = world_transform.apply(transform, case.moving_seg, case.fixed, "nearest")
+            overlaps[when] = dice(_tensor(warped), _tensor(case.fixed_seg))
+            metrics[f"dice_{when}"] = mean_score(overlaps[when])
         if case.landmarks is not None:
-            here, there = case.landmarks
-            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(map_(here) - there, axis=-1).mean())
-    return scores
+            fixed, moving = case.landmarks
+            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(transform(fixed) - moving, axis=-1).mean())
+    return metrics, overlaps
 
 
-def _dice(warped: Image, fixed: Image) -> dict[int, float]:
-    first, second = (torch.from_numpy(image.data.astype(np.int64))[None, None] for image in (warped, fixed))
-    return dice(first, second)
+def _tensor(labels: Image) -> torch.Tensor:
+    return torch.from_numpy(labels.data.astype(np.int64))[None, None]

@@ -1,0 +1,32 @@
+"""What a registration is doing, and how long each part takes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Reports the part of the work that begins, and keeps the seconds of those that are over."""
+
+    def __init__(self, report: Callable[[str], None] | None = None) -> None:
+        self._report = report
+        self._began: dict[str, float] = {}
+
+    def begin(self, part: str, text: str | None = None) -> None:
+        """Begin a part, described as `text` or by its name."""
+        self._began[part] = time.perf_counter()
+        description = text or part.replace("_", " ")
+        logger.info("%s", description)
+        if self._report is not None:
+            self._report(description)
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each part, in order, and in all."""
+        now = time.perf_counter()
+        starts = [*self._began.values(), now]
+        spent = {part: end - start for part, start, end in zip(self._began, starts, starts[1:], strict=False)}
+        return {part: round(s, 2) for part, s in (spent | {"total": now - starts[0]}).items()}

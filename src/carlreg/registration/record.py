@@ -1,0 +1,80 @@
+"""The report of a registration: its inputs, options, results and warnings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image
+from carlreg.files.results import InputRecord
+from carlreg.preparation import Prepared, PreparedPair
+from carlreg.registration.case import Case
+from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.rotation_search import RigidMatch
+from carlreg.registration.solve import Optimization
+
+
+def describe_inputs(inputs: PairInputs, case: Case, pair: PreparedPair) -> dict[str, InputRecord]:
+    """Each input by its name in `PairInputs`."""
+    images = {"fixed": (case.fixed, pair.fixed), "moving": (case.moving, pair.moving)}
+    return {name: _describe(source, *images.get(name, ())) for name, source in inputs.sources().items()}
+
+
+def _describe(source: Any, image: Image | None = None, prepared: Prepared | None = None) -> InputRecord:
+    """Describe an input: a file or folder by its path and checksum, and an image also by its voxels."""
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source).absolute()  # so that the report can be read from another folder
+        record = InputRecord(path=str(path), sha256=sha256(path))
+    else:
+        record = InputRecord(given_as=type(source).__name__)
+    if image is None or prepared is None:
+        return record
+    return replace(
+        record,
+        shape=list(image.shape),
+        spacing_mm=[round(float(s), 6) for s in image.spacing],
+        sha256_voxels=hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest(),
+        intensities=prepared.intensity_note,
+        seen=prepared.crop_note,
+    )
+
+
+def describe_options(options: RegisterOptions, optimization: Optimization | None) -> dict[str, Any]:
+    """The options, with the defaults of the optimisation filled in."""
+    return {
+        "transform": options.transform,
+        "fit_to": None if options.transform == "deformable" else options.fit_source,
+        "io_iterations": 0 if optimization is None else optimization.steps,
+        "io_over": None if optimization is None else optimization.over,
+        "io_sim": options.similarity_name,
+        "io_grid": None if optimization is None else optimization.grid,
+        "regularity": options.regularity if optimization is None else optimization.regularity,
+        "allow_identity": options.allow_identity,
+        "seed": options.seed,
+    }
+
+
+def describe_rotation(match: RigidMatch) -> dict[str, Any]:
+    """The result of the rotation search."""
+    return {
+        "degrees": round(match.degrees, 1),
+        "likeness": round(match.correlation, 4),
+        "likeness_upright": round(match.upright_correlation, 4),
+        "turned_back": match.is_rotated,
+    }
+
+
+def metric_warnings(metrics: dict[str, float]) -> list[str]:
+    """What the metrics warn of."""
+    warnings = []
+    if metrics.get("folds_percent", 0) > 1:
+        warnings.append(f"{metrics['folds_percent']:.1f} % of the fixed image is folded: the match is doubtful there")
+    if metrics.get("dice_after", 1) < metrics.get("dice_before", 0):
+        warnings.append("the labels overlap less after the registration than before it")
+    return warnings
