@@ -117,7 +117,8 @@ def _landmarks(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix,
         for source, image in ((inputs.fixed_landmarks, fixed), (inputs.moving_landmarks, moving))
     )
     if here.shape != there.shape or here.ndim != 2 or here.shape[1] != fixed.dim:
-        raise InputError(f"the landmarks have shapes {here.shape} and {there.shape}; expected (N, {fixed.dim}) twice")
+        shapes = f"{here.shape} and {there.shape}"
+        raise InputError(f"the landmarks have shapes {shapes}; expected the same, (N, {fixed.dim})")
     return here, there
 
 

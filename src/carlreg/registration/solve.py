@@ -187,8 +187,8 @@ def _optimize(
     masks = ((objective.moving_mask, moving_grid), (objective.fixed_mask, fixed_grid))
     m_mask, f_mask = (None if mask is None else resize_labels(mask, sides) for mask, sides in masks)
     objective = replace(objective, moving_mask=m_mask, fixed_mask=f_mask)
-    images = resize(moving, moving_grid), resize(fixed, fixed_grid)
-    result = optimize_fields(*maps, *images, **common, **vars(objective), **small)
+    moving, fixed = resize(moving, moving_grid), resize(fixed, fixed_grid)
+    result = optimize_fields(maps[0], maps[1], moving, fixed, **common, **vars(objective), **small)
     return Optimization(over, steps, objective.weight, fixed_grid, result)
 
 

@@ -1,0 +1,240 @@
+"""`register` on pairs that are not what they should be, and what it reports about its results.
+
+No test here needs `conftest.py` or a module path, so that the file also runs against earlier versions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carlreg import DisplacementField, Registration, carl, gradicon, optimize_fields, register, save
+from carlreg.cli import main
+
+sitk = pytest.importorskip("SimpleITK")
+SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    """A network whose result is the identity."""
+    torch.manual_seed(0)
+    save(gradicon(3, 2, **SMALL), tmp_path / "small.safetensors", metadata={"grid": "24 24 24"})
+    return tmp_path / "small.safetensors"
+
+
+def ball(shape: tuple[int, ...], centre: tuple[float, ...], radius: float) -> np.ndarray:
+    """1 inside, 0 outside, smooth over two voxels."""
+    index = np.stack(np.indices(shape), axis=-1)
+    return np.clip((radius - np.linalg.norm(index - np.array(centre), axis=-1)) / 2 + 0.5, 0, 1)
+
+
+def scan(data: np.ndarray, spacing: float = 1.0) -> Any:
+    image = sitk.GetImageFromArray(np.ascontiguousarray(data.T))
+    image.SetSpacing([spacing] * data.ndim)
+    return image
+
+
+def textured(seed: int = 0, shape: tuple[int, ...] = (28, 28, 28)) -> np.ndarray:
+    """A body of smooth texture on a background of 0."""
+    noise = np.random.default_rng(seed).random(shape)
+    for axis in range(len(shape)):
+        noise = sum(np.roll(noise, shift, axis) for shift in range(-2, 3)) / 5
+    body = ball(shape, tuple(n / 2 for n in shape), 0.4 * min(shape))
+    return np.rint(1000 * body * noise).astype(np.int16)
+
+
+# ---- intensities ----------------------------------------------------------------------------------------------------
+
+
+def ct(shape: tuple[int, ...] = (40, 40, 40)) -> np.ndarray:
+    """Air, a body of fat and muscle, and an organ, in Hounsfield units with noise."""
+    middle = tuple(n / 2 for n in shape)
+    noise = np.random.default_rng(0).normal(0, 15, shape)
+    values = -1000 + 900 * ball(shape, middle, 19) + 150 * ball(shape, middle, 16) + 80 * ball(shape, (22, 18, 20), 6)
+    return np.rint(values + noise).astype(np.int16)
+
+
+def intensities(result: Registration) -> list[str]:
+    return [result.report()["inputs"][side]["intensities"] for side in ("fixed", "moving")]
+
+
+def test_a_ct_scan_and_a_crop_of_it_without_air_have_one_scale(model_file: Path) -> None:
+    whole = ct()
+    crop = whole[12:29, 12:29, 12:29]
+    for fixed, moving in ((whole, crop), (crop, whole)):
+        result = register(fixed=scan(fixed), moving=scan(moving), model=model_file, io_iterations=0, device="cpu")
+        assert [" HU " in note for note in intensities(result)] == [True, True]
+        assert any("looks like CT" in text for text in result.warnings)
+    both = register(fixed=scan(whole), moving=scan(whole[:, :, 3:]), model=model_file, io_iterations=0, device="cpu")
+    assert [" HU " in note for note in intensities(both)] == [True, True]
+    assert not any("CT" in text for text in both.warnings)
+
+
+def test_a_pair_of_ct_and_mr_is_reported(model_file: Path) -> None:
+    """An MR image is not scaled as CT, because it has a background and no Hounsfield units."""
+    for mr in (textured(), np.clip(textured() // 2, 0, 255).astype(np.uint8)):
+        result = register(fixed=scan(ct()), moving=scan(mr), model=model_file, io_iterations=0, device="cpu")
+        assert [" HU " in note for note in intensities(result)] == [True, False]
+        assert any("looks like CT" in text and "percentiles" in text for text in result.warnings)
+
+
+# ---- inputs that do not belong together -----------------------------------------------------------------------------
+
+
+def test_labels_must_lie_on_the_grid_of_their_image(model_file: Path, tmp_path: Path, capfd: Any) -> None:
+    image, labels = textured(), (textured() > 300).astype(np.uint8)
+    shifted = scan(labels)
+    shifted.SetOrigin((0, 0, 40))
+    wrong = {"larger": scan(np.pad(labels, 3)), "elsewhere": shifted}
+    for name, data in {"image": scan(image), "labels": scan(labels), **wrong}.items():
+        sitk.WriteImage(data, str(tmp_path / f"{name}.nii.gz"))
+
+    def run(out: str, fixed_seg: str, moving_seg: str) -> int:
+        words = ["--fixed", "image", "--moving", "image", "--fixed-seg", fixed_seg, "--moving-seg", moving_seg]
+        files = [word if word.startswith("--") else str(tmp_path / f"{word}.nii.gz") for word in words]
+        rest = ["--model", str(model_file), "--io-iterations", "0", "--no-html", "--out", str(tmp_path / out)]
+        return main(["register", *files, *rest, "--device", "cpu"])
+
+    assert run("right", "labels", "labels") == 0
+    for number, (one, other) in enumerate((("labels", "larger"), ("elsewhere", "labels"), ("larger", "larger"))):
+        assert run(f"wrong{number}", one, other) == 1
+        assert "a label map on the image's own grid" in capfd.readouterr().err
+        assert not (tmp_path / f"wrong{number}").exists()
+
+
+def test_probable_mistakes_are_reported(model_file: Path, tmp_path: Path) -> None:
+    first, second = textured(0), textured(1)
+    labels = np.zeros(first.shape, np.uint8)
+    labels[5:12, 8:20, 8:20], labels[15:22, 5:20, 6:18] = 1, 2
+    path = tmp_path / "scan.nii.gz"
+    sitk.WriteImage(scan(first), str(path))
+
+    def warnings(fixed: Any, moving: Any, **more: Any) -> str:
+        options = {"model": model_file, "io_iterations": 0, "device": "cpu"}
+        return "\n".join(register(fixed=fixed, moving=moving, **options, **more).warnings)
+
+    assert "the moving image looks like a label map" in warnings(scan(first), scan(labels))
+    assert "the fixed and the moving image are the same" in warnings(path, path)
+    assert "is a header not in mm?" in warnings(scan(first), scan(second, 0.001))
+    segs = {"fixed_seg": scan(labels), "moving_seg": scan(labels)}
+    assert "the fixed and the moving labels are the same" in warnings(scan(first), scan(second), **segs)
+    normal = warnings(scan(first), scan(second), fixed_seg=scan(labels), moving_seg=scan(labels[::-1]))
+    assert not any(word in normal for word in ("label", "same", "mm"))
+
+
+# ---- what is reported of the result ---------------------------------------------------------------------------------
+
+
+def test_a_rigid_result_is_consistent_with_its_exact_inverse() -> None:
+    torch.manual_seed(0)
+    network = carl(3, 2, width=8, **SMALL)
+    options = {"model": network, "io_iterations": 0, "allow_identity": False, "device": "cpu"}
+    for kind in ("rigid", "affine"):
+        result = register(fixed=scan(textured(0)), moving=scan(textured(1)), transform=kind, **options)
+        points = np.random.default_rng(0).uniform(0, 28, (100, 3))
+        assert np.allclose(result.inverse(result.transform(points)), points)
+        assert result.metrics["inverse_consistency_mm"] == pytest.approx(0, abs=1e-6)
+
+
+def test_folds_are_those_of_the_resulting_map(tmp_path: Path) -> None:
+    """At the inner voxels of the fixed image, by central differences: the definition of `carl jacobian`."""
+    torch.manual_seed(0)
+    network = carl(3, 2, width=8, **SMALL)
+    for weight in network.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    save(network, tmp_path / "folding.safetensors", metadata={"grid": "16 16 16"})
+    fixed, moving = textured(0, (30, 20, 26)), textured(1, (30, 20, 26))
+    options = {"model": tmp_path / "folding.safetensors", "io_iterations": 0, "allow_identity": False, "device": "cpu"}
+    result = register(fixed=scan(fixed), moving=scan(moving), **options)
+    index = np.stack(np.indices(fixed.shape), axis=-1).astype(float)
+    jacobian = np.stack(np.gradient(result.transform(index), axis=(0, 1, 2)), axis=-1)
+    expected = 100 * np.mean(np.linalg.det(jacobian)[1:-1, 1:-1, 1:-1] < 0)
+    assert 1 < expected < 99
+    assert result.metrics["folds_percent"] == pytest.approx(expected, abs=0.02)
+
+
+# ---- what must not change -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_callers_network_is_left_as_it_was(training: bool) -> None:
+    torch.manual_seed(0)
+    network = carl(2, 2, width=8, **SMALL).train(training)
+    next(network.children()).eval()
+    flags = [module.training for module in network.modules()]
+    fixed, moving = np.random.default_rng(0).random((2, 40, 36)).astype(np.float32)
+    for steps in ({"io_iterations": 0}, {"io_iterations": 1, "over": "weights"}):
+        result = register(fixed=fixed, moving=moving, model=network, device="cpu", **steps)
+        assert np.isfinite(result.warped.data).all()
+        assert [module.training for module in network.modules()] == flags
+
+
+def smooth() -> np.ndarray:
+    """A faint gradual change beside a bright ball: correlation gains by moving such images apart."""
+    x, y, z = np.indices((40, 40, 40)) / 39
+    faint = 15 * np.sin(3 * x + 2 * y) * np.cos(2 * z + y)
+    return (faint + 1000 * ball((40, 40, 40), (33, 33, 33), 6)).astype(np.float32)
+
+
+def balls() -> np.ndarray:
+    """Flat inside and outside, where coarse grids find something to gain."""
+    return sum(300 * ball((40, 40, 40), centre, 5) for centre in ((12, 14, 16), (25, 20, 20), (18, 28, 25)))
+
+
+@pytest.mark.parametrize("data", [smooth(), balls()], ids=["smooth", "balls"])
+def test_identical_images_give_the_identity(data: np.ndarray, tmp_path: Path) -> None:
+    save(gradicon(3, 2, **SMALL), tmp_path / "small.safetensors", metadata={"grid": "40 40 40"})
+    options = {"model": tmp_path / "small.safetensors", "over": "fields", "io_iterations": 10, "device": "cpu"}
+    result = register(fixed=scan(data, 2.0), moving=scan(data, 2.0), **options)
+    points = 2.0 * np.stack(np.indices(data.shape), axis=-1)
+    assert np.linalg.norm(result.transform(points) - points, axis=-1).max() <= 0.01  # millimetres
+
+
+def test_a_loss_that_fails_on_a_coarse_grid_does_not_end_the_optimisation() -> None:
+    """Steps on the finest grid are all taken, so nothing ended early."""
+    torch.manual_seed(0)
+    moving, fixed = torch.rand(2, 1, 1, 32, 32)
+    still = torch.zeros(1, 2, 32, 32)
+
+    def breaks_on_coarse(
+        warped: torch.Tensor, other: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return ((warped - other) ** 2).mean() * (torch.nan if warped.shape[-1] < 32 and calls > 4 else 1.0)
+
+    calls = 0
+    start = DisplacementField(still)
+    result = optimize_fields(start, start, moving, fixed, steps=4, levels=2, similarity=breaks_on_coarse)
+    assert len(result.losses) == 5
+    assert result.stopped is None
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_changes_the_result(model_file: Path) -> None:
+    """Two structures moved apart by two voxels each. With a mask of the first one, the second has no say."""
+    shape, centres = (40, 32, 32), ((11, 16, 16), (29, 16, 16))
+    fixed, moving = (
+        500 * ball(shape, (11, 16 + shift, 16), 5) + 500 * ball(shape, (29, 16 - shift, 16), 5) for shift in (0, 2)
+    )
+    mask = np.zeros(shape, np.uint8)
+    mask[3:19, 6:26, 6:26] = 1
+    options = {"model": model_file, "over": "fields", "io_sim": "ssd", "regularity": 0.01, "device": "cpu"}
+
+    def moves(**masks: Any) -> list[float]:
+        result = register(fixed=scan(fixed), moving=scan(moving), **options, **masks)
+        return [float(result.transform(np.array([centre], float))[0, 1] - centre[1]) for centre in centres]
+
+    first, second = moves()
+    assert first > 1
+    assert second < -1
+    first, second = moves(fixed_mask=scan(mask), moving_mask=scan(mask))
+    assert first > 1
+    assert second > -0.5
