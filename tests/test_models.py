@@ -160,10 +160,10 @@ def test_refused_files(model: RegistrationAlgorithm, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="is not a model file"):
         load(bad)
     save_file(tensors, bad)
-    with pytest.raises(ModelFileError, match="says format None; expected 'carlreg-1'"):
+    with pytest.raises(ModelFileError, match="has the format None; expected 'carlreg-1'"):
         load(bad)
     save_file(tensors, bad, {**header, "architecture": header["architecture"].replace("TwoStep", "ThreeStep")})
-    with pytest.raises(ModelFileError, match="has a part 'ThreeStep'; this version knows"):
+    with pytest.raises(ModelFileError, match="has an unknown part 'ThreeStep'; expected one of"):
         load(bad)
     save_file(tensors, bad, {**header, "architecture": header["architecture"].replace('"length"', '"breadth"')})
     with pytest.raises(ModelFileError, match="CoordinateAttention cannot be built from"):
@@ -177,7 +177,7 @@ def test_refused_files(model: RegistrationAlgorithm, tmp_path: Path) -> None:
         load(bad)
     name = next(name for name in tensors if name.endswith("weight"))
     save_file({k: v for k, v in tensors.items() if k != name}, bad, header)
-    with pytest.raises(ModelFileError, match=f"does not fit its own architecture: it lacks {name}"):
+    with pytest.raises(ModelFileError, match=f"does not match its own architecture: it lacks {name}"):
         load(bad)
     save_file({**tensors, "extra": torch.zeros(1)}, bad, header)
     with pytest.raises(ModelFileError, match="it has unknown extra"):

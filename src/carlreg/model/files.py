@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,9 @@ from carlreg.model.encoder import Encoder, Symmetrized
 from carlreg.model.unet import UNet
 
 FORMAT = "carlreg-1"
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
 STEPS = (TwoStep, Downsample, PredictDisplacement, CoordinateAttention, ClosedFormXi)
 LATER = {"handed": 0}
-"""Arguments that older versions do not know: left out where they say what those do."""
+"""Arguments that older versions do not know, with the value that those imply: left out of files that have it."""
 PARTS: dict[str, type[nn.Module]] = {part.__name__: part for part in (*STEPS, Encoder, Symmetrized, UNet)}
 
 
@@ -41,7 +37,7 @@ class ModelFileError(InputError):
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """A module's equation as plain data: its class and the arguments that build it, nested."""
+    """A module as plain data: its class and the arguments that build it, nested."""
     name = type(module).__name__
     if PARTS.get(name) is not type(module):
         raise TypeError(f"cannot describe a {name}; a model in a file is made of {sorted(PARTS)}")
@@ -58,14 +54,14 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """The module that `describe` described, with fresh weights."""
+    """The module that `describe` describes, with new random weights."""
     arguments = dict(description)
     name = arguments.pop("part", None)
     if not isinstance(name, str) or name not in PARTS:
-        raise ModelFileError(f"the model has a part {name!r}; this version knows {sorted(PARTS)}")
+        raise ModelFileError(f"the model has an unknown part {name!r}; expected one of {', '.join(sorted(PARTS))}")
     try:
         return PARTS[name](**{k: build(v) if isinstance(v, Mapping) else v for k, v in arguments.items()})
-    except ModelFileError:
+    except (ModelFileError, RecursionError):
         raise
     except Exception as error:  # whatever a constructor makes of arguments from a damaged file
         raise ModelFileError(f"the model's {name} cannot be built from {arguments}: {error}") from error
@@ -80,8 +76,8 @@ def save(
 ) -> None:
     """Write a model as one safetensors file with its architecture inside. The file appears whole or not at all.
 
-    `dtype=torch.float16` halves the file; weights load back as float32, and tensors with values too large for it stay
-    that. `metadata` is free text (name, licence, …).
+    `dtype=torch.float16` halves the file; tensors with values too large for it stay float32, and all load back as
+    float32. `metadata` is free text (name, licence, …).
     """
     from safetensors.torch import save as to_bytes
 
@@ -90,7 +86,7 @@ def save(
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{name} holds values that are not finite; the file was not written")
         narrow = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        # A variance, say, may be too large for half floats.
+        # A variance, for example, may be too large for half floats.
         tensors[name] = (narrow if bool(torch.isfinite(narrow).all()) else tensor).contiguous().cpu()
     header = {**(metadata or {}), "format": FORMAT, "architecture": json.dumps(describe(model))}
     write_atomically(path, to_bytes(tensors, header))
@@ -101,30 +97,63 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
 
     >>> model = load("carl.safetensors")
     """
-    try:
-        architecture = json.loads(read_metadata(path)["architecture"])
-    except json.JSONDecodeError as error:
-        raise ModelFileError(f"{path} is damaged: its architecture is not readable ({error})") from error
-    if not isinstance(architecture, dict):
-        raise ModelFileError(f"{path} is damaged: its architecture is {architecture!r}; expected an object")
-    model = build(architecture)
-    if not isinstance(model, RegistrationAlgorithm):
-        raise ModelFileError(f"{path} holds a {type(model).__name__}, which is not a registration algorithm")
     from safetensors.torch import load_file
 
+    try:
+        architecture = json.loads(read_metadata(path)["architecture"])
+        _check_shapes(path, architecture)
+        model = build(architecture)
+    except json.JSONDecodeError as error:
+        raise ModelFileError(f"{path} is damaged: its architecture is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ModelFileError(f"{path} is damaged: its architecture is nested too deeply") from error
+    assert isinstance(model, RegistrationAlgorithm)
     tensors = load_file(path)
-    own = model.state_dict()
-    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    wrong = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-    for problem, names in (("lacks", missing), ("has unknown", unknown), ("has wrong shapes for", wrong)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ModelFileError(f"{path} does not fit its own architecture: it {problem} {names[0]}{more}")
     bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
         raise ModelFileError(f"{path} is damaged: {bad[0]} holds values that are not finite")
     model.load_state_dict(tensors, strict=True)
     return model.to(device).eval()
+
+
+def _check_shapes(path: str | os.PathLike[str], architecture: Any) -> None:
+    """Refuse an architecture that does not match the tensors of its file, before memory is taken for either."""
+    if not isinstance(architecture, dict):
+        raise ModelFileError(f"{path} is damaged: its architecture is {architecture!r}; expected an object")
+    shapes = _shapes(path)
+    largest = max([64, len(shapes), *(side for shape in shapes.values() for side in shape)])
+    if any(number > largest for number in _integers(architecture)):
+        raise ModelFileError(f"{path} does not match its own architecture, which is larger than all of its tensors")
+    try:
+        with torch.device("meta"):  # without memory
+            model = build(architecture)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path} is damaged: {error}") from error
+    if not isinstance(model, RegistrationAlgorithm):
+        raise ModelFileError(f"{path} holds a {type(model).__name__}, which is not a registration algorithm")
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing, unknown = sorted(own.keys() - shapes.keys()), sorted(shapes.keys() - own.keys())
+    wrong = sorted(name for name in own.keys() & shapes.keys() if own[name] != shapes[name])
+    for problem, names in (("lacks", missing), ("has unknown", unknown), ("has wrong shapes for", wrong)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelFileError(f"{path} does not match its own architecture: it {problem} {names[0]}{more}")
+
+
+def _shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers of nested data."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _integers(item)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -140,7 +169,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         raise ModelFileError(f"{path} is not a model file, or it is damaged: {error}") from error
     if header.get("format") != FORMAT or "architecture" not in header:
         raise ModelFileError(
-            f"{path} says format {header.get('format')!r}; expected {FORMAT!r}, as written by carlreg.save "
-            "(the authors' checkpoints come in through carlreg.models.from_icon)"
+            f"{path} has the format {header.get('format')!r}; expected {FORMAT!r}, as written by carlreg.save "
+            "(use `carl models import` for the authors' checkpoints)"
         )
     return header

@@ -1,9 +1,12 @@
-"""The authors' checkpoints, from icon_registration."""
+"""Checkpoints of the paper's authors, from icon_registration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from carlreg.errors import InputError
@@ -16,15 +19,14 @@ from carlreg.model.algorithms import (
 )
 from carlreg.model.encoder import Encoder, Symmetrized
 from carlreg.model.unet import UNet
-from carlreg.model.zoo import _filled
 
-# ---- the authors' checkpoints ---------------------------------------------------------------------------------------
+Network = TypeVar("Network", UNet, Encoder)
 
 
 def from_icon(state_dict: Mapping[str, Tensor]) -> RegistrationAlgorithm:
     """A network of icon_registration (CARL, CARL{ROT}, GradICON, uniGradICON) from its state dict alone.
 
-    The tree is read off the parameter names. Pooling is `aligned=False`, as those weights were trained.
+    The tree follows from the parameters' names. Pooling is `aligned=False`, as those weights were trained.
 
     >>> model = from_icon(torch.load("network_weights.trch", weights_only=True))
     """
@@ -37,12 +39,13 @@ def from_icon(state_dict: Mapping[str, Tensor]) -> RegistrationAlgorithm:
         raise InputError("the state dict holds no weights; expected one from icon_registration")
     try:
         return _icon_module(weights).eval()
-    except (KeyError, RuntimeError) as error:
-        raise InputError(f"the state dict does not fit a network of icon_registration: {error}") from error
+    except (KeyError, IndexError, RuntimeError, RecursionError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise InputError(f"the state dict does not match a network of icon_registration: {reason}") from error
 
 
 def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
-    """One node of the authors' tree: 'netPhi'/'netPsi' is TwoStep, 'net' is everything that wraps one thing."""
+    """One node of the authors' tree: 'netPhi' and 'netPsi' make a TwoStep; 'net' is any wrapper of one module."""
     if set(_heads(weights)) == {"netPhi", "netPsi"}:
         return TwoStep(_icon_module(_below(weights, "netPhi")), _icon_module(_below(weights, "netPsi")))
     wraps = 0
@@ -60,9 +63,10 @@ def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
         else:  # FunctionFromVectorField, AttentionRegistration
             module, wraps = CoordinateAttention(encoder), wraps - 2
     else:
-        raise InputError(f"unknown parts {sorted(heads)} in the state dict; expected a network of icon_registration")
+        parts = ", ".join(sorted(heads))[:200]
+        raise InputError(f"the state dict has unknown parts: {parts}; expected a network of icon_registration")
     if wraps < 0:
-        raise InputError("the state dict is of a bare network; expected that of a whole registration network")
+        raise InputError("the state dict is that of a bare network; expected a whole registration network")
     for _ in range(wraps):
         module = Downsample(module, aligned=False)
     return module
@@ -71,7 +75,8 @@ def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
 def _icon_unet(weights: Mapping[str, Tensor]) -> UNet:
     levels = len({name.split(".")[1] for name in weights if name.startswith("downConvs.")})
     first = weights["downConvs.0.weight"]
-    network = UNet(
+    make = partial(
+        UNet,
         dim=first.dim() - 2,
         channels=first.shape[1] // 2,
         down=[weights[f"downConvs.{i}.weight"].shape[0] for i in range(levels)],
@@ -81,7 +86,7 @@ def _icon_unet(weights: Mapping[str, Tensor]) -> UNet:
     names = {f"downConvs.{i}": f"down_convs.{i}" for i in range(levels)}
     names |= {f"upConvs.{i}": f"up_convs.{levels - 1 - i}" for i in range(levels)}
     names |= {f"batchNorms.{i}": f"norms.{levels - 1 - i}" for i in range(levels)}
-    return _filled(network, weights, names | {"lastConv": "last"})
+    return _filled(make, weights, names | {"lastConv": "last"})
 
 
 def _icon_encoder(weights: Mapping[str, Tensor]) -> Encoder:
@@ -89,10 +94,29 @@ def _icon_encoder(weights: Mapping[str, Tensor]) -> Encoder:
     convs = len({name.split(".")[1] for name in weights if name.startswith("convs.")})
     stem = weights["convs.0.weight"]
     depth = (convs - 1) // blocks
-    network = Encoder(stem.dim() - 2, stem.shape[1], stem.shape[0], blocks, dilations=tuple(2**i for i in range(depth)))
+    make = partial(
+        Encoder,
+        dim=stem.dim() - 2,
+        channels=stem.shape[1],
+        width=stem.shape[0],
+        blocks=blocks,
+        dilations=tuple(2**i for i in range(depth)),
+    )
     names = {"convs.0": "stem"} | {f"batchnorms.{b}": f"blocks.{b}.norm" for b in range(blocks)}
     names |= {f"convs.{1 + d * blocks + b}": f"blocks.{b}.convs.{d}" for b in range(blocks) for d in range(depth)}
-    return _filled(network, weights, names)
+    return _filled(make, weights, names)
+
+
+def _filled(make: partial[Network], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Network:
+    """A network with these weights under its own names. It is built without memory first, to compare shapes."""
+    renamed = {f"{names[old.rpartition('.')[0]]}.{old.rpartition('.')[2]}": tensor for old, tensor in weights.items()}
+    with torch.device("meta"):
+        own = make().state_dict()
+    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in renamed.items()}:
+        raise InputError("the state dict's weights do not have the shapes of a network of icon_registration")
+    network = make()
+    network.load_state_dict(renamed, strict=True)
+    return network
 
 
 def _heads(weights: Mapping[str, Tensor]) -> list[str]:

@@ -21,6 +21,7 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load, read_metadata
 from carlreg.model.shipped import DEFAULT, SHORT, WEIGHTS, available
 
+LARGEST_SIDE = 1024
 CT_RANGE = (-1000.0, 1000.0)
 """Air and dense bone, in Hounsfield units."""
 
@@ -31,12 +32,12 @@ tensor spans the whole image, in the axis order closest to RAS."""
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in memory with what its file says, for many pairs: `register(model=load_model("default"), ...)`."""
+    """A model in memory and the settings of its file, for many pairs: `register(model=load_model("default"), ...)`."""
 
     network: RegistrationAlgorithm
     grid: tuple[int, ...] | None
-    """The grid it was trained on, if its file says so; each image is cut to what it shows if that is little, and
-    stretched to it, unless there is a `voxel`."""
+    """The grid it was trained on, if its file states one. Images with wide margins are cropped to their foreground, and
+    stretched to the grid unless there is a `voxel`."""
     provenance: dict[str, Any]
     """Name, checksum and licence, for the report."""
     ct_range: tuple[float, float] = CT_RANGE
@@ -44,21 +45,21 @@ class LoadedModel:
     voxel: float | None = None
     """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
     searches_rotation: bool = False
-    """Whether to look first if the images are turned against each other."""
+    """Whether to search for a rotation between the images first."""
     keeps_margins: bool = False
-    """Whether empty margins stay, however wide they are: networks of the paper's authors were trained with them."""
+    """Whether margins are kept, however wide: networks of the paper's authors were trained with them."""
     prepare: Prepare | None = None
     """How images are prepared instead of as described above, for example as the paper prepares one of its datasets."""
 
 
 AUTO = "auto"
-"""carl-base, after such a look."""
+"""The default model, after a search for a rotation."""
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
     if model == AUTO:
-        raise InputError(f"{AUTO!r} is {DEFAULT} after a look at the scans, and no model by itself; expected {DEFAULT}")
+        raise InputError(f"{AUTO!r} is {DEFAULT} after a rotation search, not a model of its own; expected {DEFAULT}")
     stem = SHORT.get(os.fspath(model), os.fspath(model))
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
@@ -82,7 +83,7 @@ def load_model(
         return replace(load_model(DEFAULT, place), searches_rotation=True)
     path = find_model(model)
     about = read_metadata(path)
-    grid = tuple(int(n) for n in _numbers(about, "grid", path, "sides such as '96 96 96'"))
+    grid = grid_of(about, path)
     provenance = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
     keeps_margins = about.get("view") == "whole"
@@ -97,25 +98,33 @@ def _ready(network: RegistrationAlgorithm, device: torch.device) -> Registration
     return copy.deepcopy(network).to(device).eval()
 
 
+def grid_of(about: Mapping[str, str], path: Path) -> tuple[int, ...]:
+    """The sides of the grid that a model was trained on; empty if its file states none."""
+    sides = _numbers(about, "grid", path, "sides such as '96 96 96'")
+    if not all(0 < side <= LARGEST_SIDE and side % 1 == 0 for side in sides):
+        raise InputError(f"{path} states the grid {about['grid']!r}; expected sides from 1 to {LARGEST_SIDE}")
+    return tuple(int(side) for side in sides)
+
+
 def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
-    """The millimetres of the cubic voxels that a model wants, by what its file says; None where it stretches images."""
-    found = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
-    if found and (len(found) != 1 or not 0 < found[0] < np.inf or "grid" not in about):
-        raise InputError(f"{path} says its voxel is {about['voxel']!r}; expected a number of mm above 0, and a grid")
-    return found[0] if found else None
+    """The side of the cubic voxels that a model was trained with, in mm; None if images are stretched to its grid."""
+    sides = _numbers(about, "voxel", path, "a number of millimetres such as '2'")
+    if sides and (len(sides) != 1 or not 0 < sides[0] < np.inf or "grid" not in about):
+        raise InputError(f"{path} states the voxel {about['voxel']!r}; expected a number of mm above 0, and a grid")
+    return sides[0] if sides else None
 
 
 def ct_range_of(about: Mapping[str, str], path: Path) -> tuple[float, float]:
-    """The Hounsfield units that a model was trained with, by what its file says."""
-    found = _numbers(about, "ct_range", path, "two Hounsfield units such as '-1000 1000'") or CT_RANGE
-    if len(found) != 2 or not found[0] < found[1]:
-        raise InputError(f"{path} says its ct_range is {about['ct_range']!r}; expected a lower and a higher number")
-    return found[0], found[1]
+    """The Hounsfield units that a model was trained with."""
+    ends = _numbers(about, "ct_range", path, "two Hounsfield units such as '-1000 1000'") or CT_RANGE
+    if len(ends) != 2 or not -np.inf < ends[0] < ends[1] < np.inf:
+        raise InputError(f"{path} states the ct_range {about['ct_range']!r}; expected a lower and a higher number")
+    return ends[0], ends[1]
 
 
 def _numbers(about: Mapping[str, str], name: str, path: Path, expected: str) -> tuple[float, ...]:
-    """What a model's file says under a name; nothing if it says nothing."""
+    """The numbers that a model's file states under a name; none if it has no such entry."""
     try:
         return tuple(float(word) for word in about.get(name, "").split())
     except ValueError as error:
-        raise InputError(f"{path} says its {name} is {about[name]!r}; expected {expected}") from error
+        raise InputError(f"{path} states the {name} {about[name]!r}; expected {expected}") from error

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from carlreg.errors import InputError
 from carlreg.geometry.transforms import Extrapolation
@@ -130,9 +128,3 @@ def first_step(model: RegistrationAlgorithm) -> RegistrationAlgorithm:
     if isinstance(model, Downsample):
         return Downsample(first_step(model.phi), model.aligned)
     return model
-
-
-def _filled(network: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
-    renamed = {f"{names[old.rpartition('.')[0]]}.{old.rpartition('.')[2]}": tensor for old, tensor in weights.items()}
-    network.load_state_dict(renamed, strict=True)
-    return network
