@@ -173,7 +173,7 @@ def test_refused_files(model: RegistrationAlgorithm, tmp_path: Path) -> None:
         with pytest.raises(ModelFileError):
             load(bad)
     save_file(tensors, bad, {**header, "architecture": "{"})
-    with pytest.raises(ModelFileError, match="its architecture is not readable"):
+    with pytest.raises(ModelFileError, match="its architecture is not valid JSON"):
         load(bad)
     name = next(name for name in tensors if name.endswith("weight"))
     save_file({k: v for k, v in tensors.items() if k != name}, bad, header)
