@@ -1,4 +1,4 @@
-"""Small networks with random last convolutions, textures, and shifts by whole voxels: what many tests need."""
+"""Shared fixtures: small networks with random last convolutions, textures, and shifts by whole voxels."""
 
 from __future__ import annotations
 

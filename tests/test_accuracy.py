@@ -32,14 +32,14 @@ pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 SIDE = 24
 SUBJECTS = {"a": (0.0, 0.0, 0.0), "b": (3.0, 0.0, -1.0), "c": (0.0, -2.0, 2.0)}
-"""Where each one's structures are further on than a's, in voxels."""
+"""Shift of each subject's structures relative to a's, in voxels."""
 CENTRES = {1: (7, 7, 7), 2: (16, 8, 8), 6: (8, 16, 15), 7: (16, 16, 16)}
 ORGANS, FIVE = ",".join(map(str, range(1, 14))), "1,2,3,6,11"
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Three subjects a set: four balls, each with its label, moved as a whole."""
+    """Three subjects per set: four labelled balls, shifted as a whole."""
     index = np.stack(np.meshgrid(*(np.arange(SIDE),) * 3, indexing="ij"), axis=-1)
     for name in ("abdomen", "hippocampus"):
         folder = tmp_path / "data" / name / "val"
@@ -66,7 +66,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: object) -> None:
 
 
 def put(place: Path, shift: tuple[float, ...], model: Path | None = None) -> None:
-    """A result as it is kept: fixed points move by this much, and a little more in the middle."""
+    """Write a result: fixed points move by this shift, and a little more in the middle."""
     place.mkdir(parents=True, exist_ok=True)
     affine = np.eye(4)
     affine[:3, 3] = shift
@@ -85,13 +85,13 @@ def names() -> list[tuple[str, str]]:
 
 
 def shift_of(fixed: str, moving: str, share: float) -> tuple[float, ...]:
-    """That share of the way from the fixed subject's structures to the moving one's."""
+    """A fraction of the shift from the fixed subject's structures to the moving one's."""
     return tuple(float(x) for x in np.subtract(SUBJECTS[moving], SUBJECTS[fixed]) * share)
 
 
 @pytest.fixture
 def work(tmp_path: Path, model: Path) -> Path:
-    """Kept by hand: the network goes half the way, optimisation all of it, ANTs a quarter on four of the six pairs."""
+    """Results: half of the true shift by the network, all of it with optimisation, a quarter by ANTs on four pairs."""
     folder = tmp_path / "work"
     for number, (fixed, moving) in enumerate(names()):
         pair = f"{moving}_to_{fixed}"
@@ -109,14 +109,14 @@ def scored(out: Path, name: str = "abdomen") -> dict[tuple[str, str], dict[str, 
 
 
 def line(out: Path, task: str, method: str) -> list[str]:
-    """The cells of a row of the table, after those two."""
+    """The cells of a row of the table after the first two."""
     rows = [[cell.strip() for cell in text.split(" | ")] for text in (out / "table.md").read_text("utf-8").splitlines()]
     (found,) = (row for row in rows if row[0].startswith(f"| {task}") and row[1] == method)
     return [cell.removesuffix(" |") for cell in found[2:]]
 
 
 def evaluated(data: Path, work: Path, tmp_path: Path, labels: str) -> dict[str, Any]:
-    """What `carl evaluate` says of the same files."""
+    """The scores of `carl evaluate` for the same files."""
     folder = data / "abdomen" / "val"
     pairs = []
     for fixed, moving in names():

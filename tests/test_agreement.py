@@ -1,4 +1,4 @@
-"""Our numbers against those of the authors' implementation; reference/README.md says how theirs were made."""
+"""Our numbers against those of the authors' implementation; see reference/README.md for how theirs were made."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_training_losses_agree(case, sigma):
 
 
 def test_exact_downsampling_would_not_agree():
-    """The agreement is of `aligned=False`, and the tolerance is fine enough to tell."""
+    """The results agree for `aligned=False`, and the tolerance is tight enough to rule out `aligned=True`."""
     moving, fixed = images("carl-2d")
     model = network("carl-2d")
     for module in model.modules():

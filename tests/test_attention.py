@@ -23,7 +23,7 @@ def features(batch: int, queries: int, keys: int, width: int = 16, length: float
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that every test crosses their borders."""
+    """Use blocks small enough that every test crosses their borders."""
     monkeypatch.setattr(chunked, "BLOCK", 17)
 
 

@@ -1,4 +1,4 @@
-"""Other methods in the harness: results kept, failures recorded, a package that is not there said in one line."""
+"""Baselines: results are kept, failures recorded, and a missing package is reported in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHIFT = (4.0, -2.0, 3.0)
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
-    """The same blobs under two headers, the moving one's further on by SHIFT."""
+    """The same blobs under two headers, the moving one shifted by SHIFT."""
     index = np.stack(np.meshgrid(*(np.arange(32),) * 3, indexing="ij"), axis=-1)
     rng = np.random.default_rng(0)
     image = sum(np.exp(-((index - rng.uniform(8, 24, 3)) ** 2).sum(-1) / 18) for _ in range(12))
@@ -107,7 +107,7 @@ def test_by_name_from_the_command_line(pair: Pair, tmp_path: Path, capsys: pytes
 
 
 def test_a_checkpoint_of_icon_registration(tmp_path: Path) -> None:
-    """The same answer as the network gives when its weights are imported by hand, empty margins and all."""
+    """The same result as the network's when its weights are imported by hand, with margins uncropped."""
     weights = state_dict("gradicon-2d")
     torch.save(weights, tmp_path / "network.trch")
     files = []

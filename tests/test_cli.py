@@ -1,4 +1,4 @@
-"""The command line, driven as a user does: exit codes, messages on stderr, and what is left in the output folder."""
+"""The command line as a user runs it: exit codes, messages on stderr, and the files in the output folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def pair(data: Path, out: Path | None = None, *more: object) -> list[object]:
 
 
 def refused(run: Run, words: list[object], message: str, code: int = 1) -> None:
-    """One line on stderr that says so, the right exit code."""
+    """Assert one line with this text on stderr, and this exit code."""
     found, err = run(*words)
     assert found == code, err
     assert message in err, err
@@ -136,7 +136,7 @@ def test_linear_registrations_are_affine_files(data: Path, tmp_path: Path, run: 
 
 
 def test_warp_and_warp_points_agree_in_direction(data: Path, tmp_path: Path, run: Run) -> None:
-    """A blob of the moving image, warped, is seen where its centre goes as a point of the moving image."""
+    """A blob of the moving image is warped to where its centre is mapped as a point of the moving image."""
     out = tmp_path / "out"
     run(*pair(data, out))
     moving = images.read(data / "moving.nii.gz")

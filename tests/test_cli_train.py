@@ -1,4 +1,4 @@
-"""`carl train` as a user runs it: from a table of images to a model file, broken off and taken up again."""
+"""`carl train` as a user runs it: from a table of images to a model file, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def command(data: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(scans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was not broken off."""
+    """A run that was not interrupted."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     assert main(command(scans / "scans.csv", out)) == 0
     return out
@@ -82,7 +82,7 @@ def same_weights(one: Path, other: Path, compare: Callable[..., bool] = torch.eq
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 1) -> str:
-    """The one line that a command which fails says."""
+    """The one line that a failing command prints."""
     capsys.readouterr()
     assert main(arguments) == code
     captured = capsys.readouterr()
@@ -153,7 +153,7 @@ def test_a_picture_of_the_identity_shows_straight_lines_and_the_image_itself() -
 
 
 def test_a_run_learns(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On images that it has not seen, the labels overlap more than before."""
+    """On images that were not trained on, labels overlap more than before."""
     more = ["--model", "gradicon", "--similarity", "ssd", "--regularity", "0.05", "--rate", "2e-3", "--batch", "4"]
     more += ["--diffusion-steps", "40", "--steps", "0", "--validate-every", "10", "--no-tensorboard"]
     assert main(command(scans / "scans.csv", tmp_path / "run", *more)) == 0
@@ -166,7 +166,7 @@ def test_a_run_learns(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle; the same command; the same losses, scores and weights as without."""
+    """After SIGKILL halfway, the same command gives the same losses, scores and weights as without it."""
     longer = ["--steps", "30", "--save-every", "4", "--validate-every", "10", "--no-tensorboard"]
     arguments = command(scans / "scans.csv", tmp_path / "run", *longer)
     log = tmp_path / "run" / "log.jsonl"
@@ -248,7 +248,7 @@ def test_a_folder_with_something_else_is_refused(
 
 
 def test_going_on_from_a_trained_model(whole: Path, scans: Path, tmp_path: Path) -> None:
-    """Without diffusion, on its own grid, from its own weights, on its own terms."""
+    """Fine-tuning: no diffusion, and the model's own grid, weights and terms."""
     trained = tmp_path / "trained.safetensors"
     metadata = {"grid": "24 20", "licence": "for research"}
     save(load(whole / "best.safetensors"), trained, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Contrast drawn at random: it changes intensities and nothing else, and follows from the generator alone."""
+"""Random contrast changes intensities and nothing else, and depends on the generator alone."""
 
 from __future__ import annotations
 

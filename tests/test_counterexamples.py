@@ -21,7 +21,7 @@ DOWN, UP = (4, 8, 8, 8, 8), (8, 8, 8, 8, 8)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """These networks are so small that threads spend their time waiting for one another."""
+    """Use one thread: for networks this small, threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 def ready(network: RegistrationAlgorithm) -> RegistrationAlgorithm:
-    """In float64 and evaluation mode, without gradients."""
+    """The model in float64 and evaluation mode, without gradients."""
     return network.double().eval().requires_grad_(False)
 
 

@@ -1,4 +1,4 @@
-"""Training material: what a CSV file or a folder says, what the cache holds, which pairs are drawn."""
+"""Training data: CSV files and folders, the cache, and the pairs that are drawn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def write(path: Path, shape: tuple[int, ...] = (12, 10), seed: int = 0, flip: bool = False) -> Path:
-    """A ball somewhere, bright on dark; where flipped, the same ball stored the other way round."""
+    """A bright ball; if flipped, the same ball stored in reverse order."""
     rng = np.random.default_rng(seed)
     index = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), axis=-1)
     centre = (np.array(shape) - 1) * rng.uniform(0.35, 0.65, len(shape))
@@ -212,7 +212,7 @@ def test_headers_are_heeded(tmp_path: Path) -> None:
 
 
 def test_a_body_in_a_large_image_is_learnt_as_it_is_registered(tmp_path: Path) -> None:
-    """Without its empty margins, labels alike."""
+    """Images and labels are cropped to the foreground."""
     data = np.zeros((60, 50, 40), np.float32)
     data[30:50, 2:48, 5:30] = np.random.default_rng(0).uniform(50, 200, (20, 46, 25))
     images.write(Image(data, np.eye(4)), tmp_path / "s.nii.gz")
@@ -228,7 +228,7 @@ def test_a_body_in_a_large_image_is_learnt_as_it_is_registered(tmp_path: Path) -
 
 
 def test_cubic_voxels_lie_around_what_an_image_shows(tmp_path: Path) -> None:
-    """Two scans of one body, with other voxels, fields of view and axes, become the same cube."""
+    """Two scans of one body with different voxels, fields of view and axes become the same cube."""
     spacings, corners, sides = [(1.0, 1.5, 2.0), (1.4, 1.1, 1.0)], [(-20, -25, -30), (-35, -26, -24)], (60, 62, 58)
     made = []
     for number, (spacing, corner) in enumerate(zip(spacings, corners, strict=True)):
@@ -358,7 +358,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
 
 
 def constant_images(count: int) -> list[Prepared]:
-    """Image number i has the value i everywhere, so that a batch shows who was drawn."""
+    """Image number i has the value i everywhere, so that a batch shows which images were drawn."""
     eye = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
     return [Prepared(torch.full((1, 8, 8), i, dtype=torch.uint8), None, eye, (7.0, 7.0), "", "") for i in range(count)]
 
@@ -411,7 +411,7 @@ def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_structures_are_those_that_both_images_show() -> None:
-    """Images show their own labels, so that what was drawn can be checked against what is seen."""
+    """Images that equal their own labels, so that both can be compared in a batch."""
     rng = torch.Generator().manual_seed(2)
     shown = [(3, 7, 200), (7, 200, 9), (4, 200), ()]
     plain = constant_images(4)

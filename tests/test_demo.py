@@ -1,4 +1,4 @@
-"""The demo: true figures, files a user can open, and one line where something is wrong. A small model, tiny images."""
+"""The demo, with a small model and tiny images: correct scores, files a user can open, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prose is held to the code: examples run, links lead somewhere, names exist, figures are those measured."""
+"""The documentation matches the code: examples run, links and names exist, tables match the result files."""
 
 import ast
 import importlib
@@ -60,7 +60,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What a heading's link is called: lower case, punctuation dropped, a hyphen for each space."""
+    """The anchors of all headings: lower case, without punctuation, a hyphen for each space."""
     headings = HEADING.findall(FENCE.sub("", text))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -95,7 +95,7 @@ def resolve(name: str) -> object:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Examples are so small that threads spend their time waiting for one another."""
+    """Use one thread: for examples this small, threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -200,7 +200,7 @@ SOURCE = ROOT / "src" / "carlreg"
 
 
 def room_of(path: Path) -> str:
-    """As the table of CONTRIBUTING.md names it: `demo` for a module, `geometry/` for a package."""
+    """A room's name in the table of CONTRIBUTING.md: `demo` for a module, `geometry/` for a package."""
     first, *rest = path.relative_to(SOURCE).parts
     return f"{first}/" if rest else path.stem
 

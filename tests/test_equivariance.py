@@ -56,7 +56,7 @@ def moved_canvas(axis: int, dim: int, shift: int, coarse: int = 1, side: int = 9
 
 
 def assert_refinements_move(model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, least: float = 2.0) -> None:
-    """Every Ψ of the tree moves points by at least so many voxels (root mean square) on this pair."""
+    """Assert that every Ψ of the tree moves points by at least this many voxels (RMS) on this pair."""
     seen: list[float] = []
     unets = [module for module in model.modules() if isinstance(module, UNet)]
     hooks = [
@@ -181,7 +181,7 @@ def test_carl_is_equivariant_to_shifts_of_the_moving_image(dim: int, axis: int) 
 
 @pytest.mark.parametrize("extra", [1, 2, 3, 5])
 def test_carl_is_equivariant_on_grids_of_any_side(extra: int) -> None:
-    """Sides that two poolings do not divide, 175 among their kind."""
+    """Sides that are not multiples of 4, such as 175."""
     assert w_error(small_carl(1), 1, 0, shift=12, extra=extra).abs().max() <= 1e-3
 
 
@@ -281,7 +281,7 @@ def test_carl_rot_is_built_as_the_paper_says() -> None:
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_coordinate_matches_are_the_first_steps_answer(aligned: bool) -> None:
-    """What attention says inside of the tree is Ξθ's own map at the points it asks about; images of two shapes."""
+    """Attention inside the tree is Ξθ's own map at its points; also for images of two shapes."""
     xi = CoordinateAttention(Encoder(2, 1, 8), length=LENGTH)
     psi = PredictDisplacement(UNet(2, 1, **{key.removeprefix("unet_"): value for key, value in SMALL.items()}))
     moving, fixed = texture(22, 19), texture(17, 24)
@@ -298,7 +298,7 @@ def test_coordinate_matches_are_the_first_steps_answer(aligned: bool) -> None:
 
 
 def test_sharp_matches_have_a_small_covariance() -> None:
-    """Of an image with itself and long features, each voxel finds itself; with short ones, it is not sure."""
+    """With long features, each voxel of an image finds itself in the same image; with short ones, attention spreads."""
     image = texture(16, 16)
     sure, unsure = (CoordinateAttention(Encoder(2, 1, 16), length=length).double() for length in (40.0, 0.1))
     unsure.encoder.load_state_dict(sure.encoder.state_dict())

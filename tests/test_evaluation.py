@@ -1,4 +1,4 @@
-"""Evaluation as a user drives it: files in, figures out; what is wrong with a pair is said, and the rest goes on."""
+"""Evaluation as a user runs it: scores from files; a problem with one pair is reported, and the others continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIXED = np.array([[1.5, 0, 0, -20], [0, 2, 0, 10], [0, 0, 2.5, 5], [0, 0, 0, 1]]
 
 
 def anatomy(affine: np.ndarray, shift: np.ndarray, seed: int = 0) -> tuple[Image, Image]:
-    """An image and two labelled boxes at given world places, moved by `shift`."""
+    """An image and two labelled boxes at given world positions, shifted by `shift`."""
     index = np.stack(np.meshgrid(*(np.arange(n) for n in (24, 20, 16)), indexing="ij"), axis=-1)
     world = map_points(affine, index) - shift
     centre = map_points(FIXED, [11.5, 9.5, 7.5])
@@ -128,7 +128,7 @@ def test_dice_and_hd95_are_those_of_labels_warped_by_simpleitk(folder: Path) -> 
 
 
 def test_files_of_other_tools_give_the_same_figures(folder: Path) -> None:
-    """A displacement field, an ITK transform, ANTs' pair of files, Learn2Reg's displacements: one map, one answer."""
+    """The same map as a displacement field, an ITK transform, ANTs' two files or Learn2Reg's file scores the same."""
     image, _ = anatomy(FIXED, 0 * SHIFT)
 
     def bend(points: np.ndarray) -> np.ndarray:
@@ -214,7 +214,7 @@ def test_determinants_in_the_world_do_not_depend_on_how_the_image_is_stored() ->
 
 
 def corrupt(folder: Path, what: str) -> dict[str, str]:
-    """A row with one thing wrong."""
+    """A table row with one error."""
     good = row("c", transform="true/c_to_a/transform.h5")
     if what == "missing label":
         image, labels = anatomy(FIXED, -SHIFT)

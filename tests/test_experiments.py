@@ -16,7 +16,7 @@ PAGE = ROOT / "experiments" / "README.md"
 
 
 def rows() -> list[tuple[str, str]]:
-    """The first two cells of every row: what of the paper, and its command."""
+    """The first two cells of every row: the part of the paper, and the command."""
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]

@@ -1,4 +1,4 @@
-"""What is seen inside a network is what the network does: masks add up, their centre is the match, spreads are true."""
+"""`carl explain` shows what the network does: masks sum to 1, their centres are the matches, spreads are correct."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def scans(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_places_in_the_world(model_file: Path, scans: tuple[Path, Path]) -> None:
-    """A mask's centre of mass in mm is where the network, its refinements left out, sends the voxel in mm."""
+    """A mask's centre of mass in mm is where the network without its refinements maps the voxel."""
     fixed, moving = scans
     seen = explain(fixed=fixed, moving=moving, model=model_file, device="cpu")
     attention, _ = find_attention(load(model_file))
@@ -133,7 +133,7 @@ def test_random_voxels_lie_in_the_body(scans: tuple[Path, Path], model_file: Pat
 
 
 def separable(seed: int, noise: float) -> tuple[Tensor, Tensor]:
-    """Features in which each structure has a direction of its own, and the structures: labels 0, 2, 5, 7."""
+    """Features in which each structure has its own direction, and the structures: labels 0, 2, 5, 7."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.tensor([0, 2, 5, 7])[torch.randint(0, 4, (1, 1, 9, 8, 7), generator=generator)]
     directions = torch.randn(8, 12, generator=torch.Generator().manual_seed(9))
@@ -161,7 +161,7 @@ def test_a_probe_does_not_find_what_the_features_do_not_know() -> None:
 
 
 def test_a_small_structure_is_found_although_it_answers_weakly() -> None:
-    """1 voxel in 100: with noise, least squares never reaches a half, but the threshold knows."""
+    """A structure of 1 voxel in 100: with noise, the fit never reaches 0.5, but a chosen threshold finds it."""
     labels = torch.zeros(1, 1, 20, 20, dtype=torch.int64)
     labels[0, 0, 4:6, 7:9] = 3
     features = torch.cat([labels.double() / 3, torch.zeros(1, 1, 20, 20, dtype=torch.float64)], dim=1)
@@ -172,7 +172,7 @@ def test_a_small_structure_is_found_although_it_answers_weakly() -> None:
 
 
 def test_a_probe_of_a_network(model_file: Path, scans: tuple[Path, Path]) -> None:
-    """Inside and outside of a bright ball: even an untrained encoder tells them apart."""
+    """Even an untrained encoder distinguishes the inside of a bright ball from its outside."""
     seen = explain(fixed=scans[0], moving=scans[1], model=model_file, device="cpu")
     labels = [read(path.with_name(f"{path.stem}_seg.mha")) for path in scans]
     trained, heat, scores = probe(seen, labels[1], labels[0])

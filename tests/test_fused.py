@@ -166,7 +166,7 @@ def test_up_step(shape: tuple[int, ...], inputs: int, outputs: int) -> None:
 def test_displaced_points(
     shape: tuple[int, ...], grid: tuple[int, ...], batches: tuple[int, int], mirror: bool
 ) -> None:
-    """Of a field at points in and around its cube: scattered, or close to a grid finer or coarser than its own."""
+    """Sampling a field in and around its cube: at scattered points, or near a finer or coarser grid."""
     dim = len(shape)
     field = (0.2 * torch.randn(batches[0], dim, *shape, device=DEVICE)).requires_grad_()
     if dim == len(grid):
@@ -206,7 +206,7 @@ def test_sampled_images(channels_last: bool) -> None:
 @pytest.mark.parametrize("far", [0.0, 100.0])
 @pytest.mark.parametrize("both", [True, False])
 def test_local_correlation(shape: tuple[int, ...], far: float, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With zeros outside the image, also for images far from zero, which border windows see drop."""
+    """With zeros outside the image, also for images far from zero, whose windows drop at the border."""
     monkeypatch.setattr(correlation, "BLOCK", 256)
     first, second = (torch.rand(shape, device=DEVICE) + far for _ in range(2))
     second[..., :3] = far  # flat

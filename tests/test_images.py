@@ -179,7 +179,7 @@ def test_unit_and_world(shape: tuple[int, ...]) -> None:
 
 
 def stored_otherwise(image: Image, order: tuple[int, ...], flips: tuple[int, ...]) -> Image:
-    """The same anatomy with other array axes, one axis at a time and with no help from the code under test."""
+    """The same anatomy with other array axes, computed without the code under test."""
     data, affine = image.data.transpose(order), image.affine[:, [*order, 3]].copy()
     for axis in np.flatnonzero(flips):
         affine[:, 3] += (data.shape[axis] - 1) * affine[:, axis]

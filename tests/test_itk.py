@@ -80,7 +80,7 @@ def pair(dim: int = 3, kind: str = "left-handed") -> tuple[Image, Image]:
 
 
 def deformation(dim: int = 3, seed: int = 0, size: float = 0.03) -> Transform:
-    """A turn and a stretch of the unit cube after a smooth displacement."""
+    """A smooth displacement, then a rotation and scaling of the unit cube."""
     rng = torch.Generator().manual_seed(seed)
     field = size * torch.randn(1, dim, *(5,) * dim, generator=rng)
     linear = torch.from_numpy(rotation(dim, 0.15) * 0.9).float()[None]
@@ -686,7 +686,7 @@ def test_learn2reg_files_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lowest", "expected"), [(-1024, -1024), (0, 0), (7, 0)])
 def test_beyond_the_image_there_is_air(lowest: int, expected: int) -> None:
-    """What no voxel says: 0, but the lowest value of an image that has negative ones, as a CT."""
+    """The value outside the image: 0, or the lowest value if the image has negative ones, like CT."""
     data = np.arange(4 * 4 * 4, dtype=np.int16).reshape(4, 4, 4) + lowest
     image = from_array(data)
     shifted = apply(lambda points: points + 2.0, image, image)

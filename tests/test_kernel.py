@@ -26,7 +26,7 @@ def unit(features: Tensor, length: float = 4.0) -> Tensor:
 
 
 def features(kind: str, batch: int, queries: int, keys: int, width: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys of length 4: each query like one key; all much alike; or alike with small differences."""
+    """Queries and keys of length 4: each query like one key; all similar; or similar with small differences."""
     k = torch.randn(batch, keys, width, device=DEVICE)
     noise = torch.randn(batch, queries, width, device=DEVICE)
     q = k[:, torch.randperm(keys, device=DEVICE)[torch.arange(queries, device=DEVICE) % keys]]
@@ -81,7 +81,7 @@ def test_against_the_reference(shape: tuple[int, ...], queries: int, width: int)
 @pytest.mark.parametrize("width", [16, 40])
 @pytest.mark.parametrize("backend", ["triton", "chunked"])
 def test_features_are_scaled_to_a_length(width: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 4·f / (1e-3 + ‖f‖), with gradients to the features before; also where they are next to nothing."""
+    """4·f / (1e-3 + ‖f‖) and its gradients, also for features near zero."""
     precise = kernel.kernel_attention
     monkeypatch.setattr(kernel, "kernel_attention", lambda *a: precise(*a, dtype=torch.float32))
     grid = Grid.of((3, 5, 4))
@@ -221,7 +221,7 @@ def test_the_kernel_is_chosen_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_kernel_can_be_chosen_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The questions asked before it is used, with a GPU of the right kind pretended."""
+    """The checks before a kernel is used, on a pretended GPU of the right kind."""
     from carlreg import fast
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

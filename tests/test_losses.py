@@ -261,7 +261,7 @@ def test_bad_input_is_named() -> None:
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_folds_against_the_determinant(dim: int) -> None:
-    """Of a linear map, det ∇φ is det A everywhere; of a smooth map that does not fold, the penalty is 0."""
+    """det ∇φ of a linear map is det A everywhere; the penalty of a smooth map without folds is 0."""
     torch.manual_seed(dim)
     image = torch.zeros(1, 1, *(9, 7, 8)[:dim])
     points = voxel_points(image)
@@ -274,7 +274,7 @@ def test_folds_against_the_determinant(dim: int) -> None:
 
 
 def test_folds_lead_out_of_a_fold() -> None:
-    """A fold made by hand goes away along the slope of the penalty alone."""
+    """Gradient descent on the penalty alone removes a fold."""
     torch.manual_seed(0)
     field = torch.zeros(1, 2, 16, 16)
     field[:, 0, 7] = 0.2  # one row is pushed past its neighbours
@@ -291,7 +291,7 @@ def test_folds_lead_out_of_a_fold() -> None:
 
 
 def test_the_label_loss_is_dice_where_nothing_is_interpolated() -> None:
-    """Moved by whole voxels, with labels of which one is missing on either side."""
+    """Labels shifted by whole voxels, with one label missing on either side."""
     labels = torch.zeros(2, 1, 12, 10, dtype=torch.long)
     labels[0, 0, 2:6, 3:8], labels[0, 0, 7:10, 1:4], labels[1, 0, 4:9, 4:9] = 1, 2, 3
     maps = torch.cat([labels == value for value in (1, 2, 3)], dim=1).float()
@@ -306,7 +306,7 @@ def test_the_label_loss_is_dice_where_nothing_is_interpolated() -> None:
 
 
 def test_labels_pull_images_without_contrast_into_place() -> None:
-    """The images say nothing; the labels alone move the field, both ways, towards the true shift."""
+    """With constant images, the labels alone move the field towards the true shift, in both directions."""
     blank = torch.zeros(1, 1, 24, 24)
     moving, fixed = blank.clone(), blank.clone()
     moving[..., 8:16, 8:16], fixed[..., 8:16, 10:18] = 1, 1

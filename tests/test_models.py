@@ -1,4 +1,4 @@
-"""The paper's networks, and the files that keep them."""
+"""The paper's networks and their model files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def test_parameter_counts() -> None:
-    """As the paper's and the authors' networks in 3-D: 3.99 M, 17.67 M and 57.0 M."""
+    """Numbers of parameters of the paper's and the authors' networks in 3-D: 3.99 M, 17.67 M and 57.0 M."""
     assert parameters(Encoder(3)) == 3_986_816
     assert parameters(UNet(3)) == 17_670_229
     assert parameters(carl()) == 3_986_816 + 3 * 17_670_229 == 56_997_503

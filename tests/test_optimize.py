@@ -1,4 +1,4 @@
-"""Instance optimisation: better on the pair, and nothing left behind."""
+"""Instance optimisation improves the pair and has no side effects."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_worsening_run_returns_the_best_not_the_last(model: RegistrationAlgori
 
 
 def test_the_transforms_returned_are_those_of_the_best_step(model: RegistrationAlgorithm) -> None:
-    """Their similarity, measured again, is that of the best entry; and the inverse is the other direction's map."""
+    """Recomputed similarity equals that of the best entry, and the inverse is the other direction's map."""
     moving, fixed = blobs(0), blobs(0.05)
     result = instance_optimize(model, moving, fixed, steps=8, learning_rate=1.0)
     best = result.losses[result.best]
@@ -95,7 +95,7 @@ def test_the_transforms_returned_are_those_of_the_best_step(model: RegistrationA
 
 
 def test_statistics_are_not_used_and_masks_are(model: RegistrationAlgorithm) -> None:
-    """BatchNorm in evaluation mode: a pair's answer before the first step is the network's own."""
+    """BatchNorm stays in evaluation mode: before the first step, the result is the network's own."""
     moving, fixed = blobs(0), blobs(0.05)
     model.train()
     first = instance_optimize(model, moving, fixed, steps=0)
@@ -229,7 +229,7 @@ def test_bad_input_is_named(model: RegistrationAlgorithm) -> None:
 
 @pytest.mark.parametrize("name", ["lncc", "lncc2"])
 def test_fields_are_compared_over_windows_of_their_own(name: str) -> None:
-    """The first loss is that of the answer given, with LNCC over just that window."""
+    """The first loss is that of the given start, with LNCC over exactly that window."""
     moving, fixed = blobs(0), blobs(0.05)
     expected = []
     for window in (1.0, 3.0):

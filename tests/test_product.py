@@ -1,4 +1,4 @@
-"""The product call: two images in, world-space results and files out. A small model, so that it is quick."""
+"""`register` with a small, fast model: two images in, world-space results and files out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def oblique(spacing: tuple[float, ...], origin: tuple[float, ...]) -> np.ndarray
 
 
 def blobs(shape: tuple[int, ...], affine: np.ndarray, seed: int = 0) -> Image:
-    """Balls at fixed world places, so that the same anatomy can be seen through any header."""
+    """Balls at fixed world positions, so that images with any header show the same anatomy."""
     rng = np.random.default_rng(seed)
     index = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), axis=-1)
     world = map_points(affine, index.astype(float))
@@ -67,7 +67,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def test_the_same_voxels_under_another_header(pair: tuple[Image, Image], model_file: Path, tmp_path: Path) -> None:
-    """The network's answer is the identity of the grids, so the world map is exactly the change of header."""
+    """The network returns the identity of the grids, so the world map is exactly the change of header."""
     fixed, moving = pair
     result = register(fixed=fixed, moving=moving, model=model_file, io_iterations=0)
     assert isinstance(result, Registration)
@@ -173,7 +173,7 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
 
 
 class Bending(RegistrationAlgorithm):
-    """A smooth map that depends on both images, and on each axis in another way."""
+    """A smooth map that depends on both images, and differently on each axis."""
 
     def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
         parts = [gaussian_blur(image, 2.0) for image in (moving, fixed, moving * fixed)]
@@ -195,7 +195,7 @@ def turn(degrees: float, axis: int, shift: tuple[float, ...]) -> np.ndarray:
 
 
 def restored(image: Image, order: tuple[int, ...], flips: tuple[bool, ...]) -> Image:
-    """The same voxels at the same places, stored in another order."""
+    """The same voxels at the same world positions, stored in another order."""
     change = np.zeros((4, 4))
     change[3, 3] = 1
     for new, old in enumerate(order):
@@ -207,7 +207,7 @@ def restored(image: Image, order: tuple[int, ...], flips: tuple[bool, ...]) -> I
 
 @pytest.fixture(scope="module")
 def unlike() -> tuple[Image, Image]:
-    """Two different images, oblique and anisotropic, in different places."""
+    """Two different images, oblique and anisotropic, at different world positions."""
     return blobs((20, 22, 18), oblique((1.5, 1.2, 2.5), (10, -20, 30))), blobs(
         (18, 20, 24), oblique((2.0, 1.1, 1.4), (-50, 15, 7)), seed=5
     )
@@ -220,7 +220,7 @@ def answer(fixed: Image, moving: Image, model: LoadedModel, points: np.ndarray) 
 
 
 def test_moved_headers_move_the_answer(moving_network: LoadedModel, unlike: tuple[Image, Image]) -> None:
-    """G on the moving header gives G ∘ T, G on the fixed one T ∘ G⁻¹; both ways the inverse follows."""
+    """Applying G to the moving header gives G ∘ T, to the fixed one T ∘ G⁻¹; the inverse changes accordingly."""
     fixed, moving = unlike
     points = map_points(fixed.affine, np.random.default_rng(0).uniform(3, 14, (200, 3)))
     there, back = answer(fixed, moving, moving_network, points)
@@ -239,7 +239,7 @@ def test_moved_headers_move_the_answer(moving_network: LoadedModel, unlike: tupl
 def test_however_the_images_are_stored_the_answer_is_one(
     moving_network: LoadedModel, unlike: tuple[Image, Image]
 ) -> None:
-    """All 48 ways, spread over the two images: each way of the one meets another way of the other."""
+    """All 48 axis orders of both images, each combined with a different one of the other image."""
     fixed, moving = unlike
     points = map_points(fixed.affine, np.random.default_rng(0).uniform(3, 14, (200, 3)))
     there, _ = answer(fixed, moving, moving_network, points)
@@ -350,7 +350,7 @@ def resident() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
-    """Every fifth is optimised over the weights, of which a copy is made."""
+    """Every fifth registration optimises the weights, of which a copy is made."""
     torch.manual_seed(0)
     network = carl(2, 2, width=8, **SMALL)
     loaded = load_model(LoadedModel(network, (32, 32), {"name": "small"}), "cpu")
@@ -429,7 +429,7 @@ def randomize_small() -> RegistrationAlgorithm:
 
 
 def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None:
-    """Whatever the network makes of them, and the report says so; of nearly identical ones it is better, too."""
+    """Whatever the network predicts, with a warning; nearly identical images stay nearly where they are."""
     image, _ = unlike
     noisy = Image(image.data + np.random.default_rng(0).integers(0, 20, image.shape, np.int16), image.affine)
     model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
@@ -447,7 +447,7 @@ def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None
 
 
 def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -> None:
-    """`ct_range` in a model's file; other images are not concerned."""
+    """`ct_range` in a model's file applies to CT only."""
     rng = np.random.default_rng(0)
     ct = from_array(rng.choice([-1000, -100, 50, 400], (12, 12, 12)).astype(np.int16))
     path = tmp_path / "abdomen.safetensors"
@@ -462,7 +462,7 @@ def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -
 
 
 def test_certainty_is_the_spread_of_attention(unlike: tuple[Image, Image]) -> None:
-    """Asked for, it lies over the fixed image, in millimetres; a network without attention has none."""
+    """The spread is on the fixed image, in millimetres; a network without attention has none."""
     fixed, moving = unlike
     options = {"fixed": fixed, "moving": moving, "io_iterations": 0, "device": "cpu"}
     network = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else, whose own program shows the right voxels on the right sides."""
+"""The report: one self-contained file whose script shows the right voxels on the right sides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CENTRE = np.array([15.0, -12.0, 10.0])  # LPS: to the left, in front, above
 
 
 def affine(direction: np.ndarray, spacing: tuple[float, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Centred at the origin of the world."""
+    """An affine that centres the image at the world's origin."""
     matrix = np.eye(len(shape) + 1)
     matrix[:-1, :-1] = direction * np.array(spacing)
     matrix[:-1, -1] = -matrix[:-1, :-1] @ ((np.array(shape) - 1) / 2)
@@ -76,7 +76,7 @@ def shift(points: np.ndarray) -> np.ndarray:
 
 
 def drawn(path: Path, point: list[float]) -> dict[str, Any]:
-    """What the page's own functions make of it: panels as (height, width, 4) by plane and name, and points."""
+    """The results of the page's own functions: panels (height, width, 4) by plane and name, and points."""
     script = Path(__file__).parent / "render_report.js"
     done = subprocess.run(
         ["node", script, PROGRAM, path, json.dumps(point)], capture_output=True, text=True, check=True
@@ -135,7 +135,7 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
 
 
 def test_noise_fits() -> None:
-    """The most that the volumes of a page can take, with nothing to compress."""
+    """The largest size of a page's volumes, with incompressible data."""
     rng = np.random.default_rng(0)
     side = round(VOXELS ** (1 / 3))
     picture = len(str(volume(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
@@ -148,7 +148,7 @@ def test_noise_fits() -> None:
 
 @needs_node
 def test_the_program_shows_the_patients_sides(tmp_path: Path) -> None:
-    """The ball lies to the patient's left, in front and above: there it is on the screen, however voxels are stored."""
+    """A ball on the patient's left, front and top appears there on the screen, for every storage order."""
     pair = registration(lambda points: points)
     point = map_points(to_closest_ras(pair.fixed).world_to_unit(), CENTRE).tolist()
     result = drawn(report.write(pair, tmp_path / "r.html"), point)
@@ -216,7 +216,7 @@ def test_two_dimensions(tmp_path: Path) -> None:
 
 
 def pixels(page: Page, canvas: int) -> str:
-    """What the canvas shows, as text."""
+    """The canvas's content as text."""
     return page.get(f"document.querySelectorAll('.plane canvas')[{canvas}].toDataURL()")
 
 
@@ -227,7 +227,7 @@ def bend(points: np.ndarray) -> np.ndarray:
 @pytest.mark.browser
 @needs_browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """The slider moves the slice, a click lands on the voxel under it, nothing is fetched, nothing goes wrong."""
+    """The slider moves the slice, a click selects the voxel under it, and there are no requests and no errors."""
     pair = registration(bend, warnings=("the match is doubtful",))
     path = report.write(pair, tmp_path / "report.html", spread=pair.fixed, dice={"liver": (0.1, 0.875)})
     turned = to_closest_ras(pair.fixed)
@@ -280,7 +280,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 @pytest.mark.browser
 @needs_browser
 def test_a_complaint_is_noticed(tmp_path: Path) -> None:
-    """What the test above relies on: errors and requests are seen."""
+    """The test above relies on this: errors and requests are recorded."""
     path = tmp_path / "bad.html"
     path.write_text("<script>fetch('http://127.0.0.1:9/').catch(() => 0); nothing();</script>", encoding="utf-8")
     with chromium() as page:

@@ -1,4 +1,4 @@
-"""The scripts of the rotation experiment, with tiny networks for two steps; and that they turn what they say."""
+"""The scripts of the rotation experiment, with tiny networks for two steps; and the rotations they apply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = ROOT / "experiments" / "rotation"
 
 
 def run(script: str | Path, *words: object) -> str:
-    """What a script prints; it must end well."""
+    """Run a script that must succeed; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     environment["PYTHONIOENCODING"] = "utf-8"
     command = [sys.executable, str(FOLDER / script), *map(str, words)]
@@ -27,7 +27,7 @@ def run(script: str | Path, *words: object) -> str:
 
 @pytest.fixture(scope="module")
 def retinas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty drawings of 96 × 96: thick arcs of circles, each its own way."""
+    """Twenty different drawings of 96 × 96: thick circular arcs."""
     random = np.random.default_rng(0)
     i, j = np.mgrid[:96, :96]
     images = np.zeros((20, 96, 96), bool)
@@ -60,7 +60,7 @@ def test_retinas_from_training_to_the_figure(retinas: Path, tmp_path: Path) -> N
 
 
 def test_a_turned_retina_is_the_retina_turned(retinas: Path) -> None:
-    """At quarter turns the array itself can be turned; the fixed images are those of upright pairs, in their places."""
+    """For quarter turns, the array itself can be rotated; the fixed images are those of upright pairs."""
     code = (
         "import torch, angles, data; "
         f"images = data.load({str(retinas)!r}, 'cpu')[1][:2]; "
@@ -164,7 +164,7 @@ assert abs(float(loss) - total / 60) < 1e-4, (float(loss), total / 60)
 
 
 def test_isotropic_packs_keep_proportions(tmp_path: Path) -> None:
-    """A ball of 24 mm, in voxels that are no cubes and off the middle, is a ball of 12 voxels of 2 mm in the pack."""
+    """A ball of 24 mm, off centre and in anisotropic voxels, becomes a ball of 12 voxels of 2 mm in the pack."""
     nib = pytest.importorskip("nibabel")
     shape, spacing = (60, 30, 50), np.array([1.0, 2.5, 1.5])
     place = np.stack(np.mgrid[: shape[0], : shape[1], : shape[2]], -1) * spacing

@@ -1,4 +1,4 @@
-"""Any shape, any batch, any dimension; and bad input is refused at the door."""
+"""Any shape, batch and dimension; bad input is refused immediately."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_any_shapes(name: str, moving: tuple[int, ...], fixed: tuple[int, ...]) 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("side", [16, 17])
 def test_training_mode_at_the_smallest_size(name: str, side: int) -> None:
-    """One pair of 16 voxels a side: coarse levels shrink to a single voxel, which must not stop BatchNorm."""
+    """One pair of side 16: coarse levels shrink to a single voxel, which BatchNorm must accept."""
     images = torch.rand(2, 1, 1, side, side, side)
     model = NETWORKS[name](3).train()
     sum(phi.on_grid_of(images[0]).square().sum() for phi in model.both(*images)).backward()
@@ -113,7 +113,7 @@ def test_several_channels() -> None:
 
 
 def test_augmented_is_the_network_behind_its_augmentation() -> None:
-    """R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn anew and the same in both directions."""
+    """R ∘ Φ[M ∘ R, F ∘ Q] ∘ Q⁻¹, with R and Q drawn at each call and shared by both directions."""
     from carlreg import Augmented
     from carlreg.geometry.transforms import compose
 

@@ -1,4 +1,4 @@
-"""The experiment on shifted brains, with stand-ins for networks whose answers are known; and what training draws."""
+"""The experiment on shifted brains, with stand-in networks whose results are known; and the training's random pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIDE = 24
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """experiments/moved/grid.py. It is forgotten afterwards, like its neighbours: other experiments use these names."""
+    """Import experiments/moved/grid.py; unload it afterwards, since other experiments use the same module names."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "base"))
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "moved"))
     for name in ("grid", "train"):
@@ -39,7 +39,7 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def data(grid: ModuleType, tmp_path: Path) -> Any:
-    """Three brains: balls with two labels, each elsewhere, with 4 voxels of nothing around them."""
+    """Three brains: balls with two labels at different positions, with 4 empty voxels around them."""
     packed = {}
     index = np.stack(np.meshgrid(*3 * [np.arange(SIDE)], indexing="ij"), axis=-1)
     for number, split in enumerate(("val", "val", "val", "train", "train")):
@@ -53,7 +53,7 @@ def data(grid: ModuleType, tmp_path: Path) -> Any:
 
 
 def centres_onto_one_another(moving: Tensor, fixed: Tensor) -> Transform:
-    """Exactly equivariant to every shift that leaves the images in view."""
+    """A stand-in that is exactly equivariant to every shift that keeps the images in view."""
     points = voxel_points(fixed)[0]
     there, here = (
         torch.stack([(one[0, ..., None] * points).sum((0, 1, 2)) / one.sum() for one in images])
@@ -79,7 +79,7 @@ def test_an_equivariant_answer_scores_the_same_wherever_the_brain_is(grid: Modul
 
 
 def test_what_leaves_the_view_is_lost_to_the_network_and_not_to_the_score(grid: ModuleType, data: Any) -> None:
-    """The answer is told the shift: labels come back whole, even of what no image shows any more."""
+    """The stand-in knows the shift, so labels come back whole, even where the image has lost them."""
     pairs = data.pairs("brain", "val")
 
     def told(moving: Tensor, fixed: Tensor) -> Transform:
@@ -129,7 +129,7 @@ def test_a_network_sees_a_cube_without_its_margins(grid: ModuleType, data: Any) 
 
 
 def test_a_cube_is_cut_where_the_frame_says(grid: ModuleType) -> None:
-    """Of two pairs one is cut along two sides, the other along none; what is seen lies where the map says."""
+    """One of two pairs is cropped along two axes, the other along none; positions agree with the returned map."""
     moving, fixed = torch.zeros(2, 1, 40, 40, 40), torch.zeros(2, 1, 40, 40, 40)
     moving[0, 0, 20:36, 2:38, 4:20] = torch.rand(16, 36, 16) + 0.1
     moving[1, 0, 2:38, 2:38, 2:38] = 1
@@ -172,7 +172,7 @@ def test_abdomens_lose_slices_and_brains_do_not(data: Any) -> None:
 
 
 def test_another_program_as_if_it_were_a_network(grid: ModuleType, data: Any) -> None:
-    """One that is told to shift by whole millimetres, which are voxels."""
+    """A program that shifts by whole millimetres, which are voxels."""
 
     def told(pair: Any, fixed: Image, moving: Image) -> Result:
         assert fixed.shape == moving.shape == (SIDE,) * 3

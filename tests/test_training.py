@@ -1,4 +1,4 @@
-"""Training: it learns, it can be broken off anywhere, and bad steps do no harm."""
+"""Training improves the network, can be interrupted anywhere, and skips bad steps."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:
 
 
 def test_the_first_step_alone(tmp_path: Path) -> None:
-    """The refinements' weights and statistics stay as they are, also where the run was broken off and goes on."""
+    """The refinements' weights and statistics stay unchanged, also after an interruption."""
     before = network().state_dict()
     stages = [Stage(3, "diffusion", rotate=True, first_step_alone=True)]
 
@@ -341,7 +341,7 @@ def test_the_first_step_alone(tmp_path: Path) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """The names of all that PyTorch does meanwhile, backward passes too."""
+    """The names of all PyTorch operations in the block, backward passes included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def test_a_step_with_rotations_never_waits_for_the_device(regularity: str, monke
 
 
 def test_a_full_disk_costs_nothing_that_was_saved(tmp_path: Path) -> None:
-    """The operating system itself refuses to write more: the run ends with one line, and goes on when there is room."""
+    """When the disk is full, the run ends with one line, and continues once there is space."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     expected = train(network(), draw, [Stage(6)], out=tmp_path / "whole")
@@ -408,7 +408,7 @@ def test_a_log_that_was_cut_off_is_mended(tmp_path: Path) -> None:
 
 
 def test_folds_are_those_of_the_step(tmp_path: Path) -> None:
-    """A network that has learnt nothing answers with the identity, which has none; attention at random has many."""
+    """An untrained network predicts the identity, which has no folds; random attention has many."""
     seen: list[Progress] = []
     train(gradicon(2, 2, **SMALL), draw, [Stage(1)], out=tmp_path / "identity", callback=seen.append)
     train(network(), draw, [Stage(1)], out=tmp_path / "random", callback=seen.append)

@@ -93,7 +93,7 @@ def test_interpolation_outside() -> None:
 @pytest.mark.parametrize("mode", ["linear", "nearest"])
 @pytest.mark.parametrize("outside", ["border", "zeros"])
 def test_sampling_by_index_is_sampling_by_kernel(shape: tuple[int, ...], mode: str, outside: str) -> None:
-    """The one that a GPU uses where the same bits are asked for every time, and its gradients."""
+    """The deterministic variant for GPUs, and its gradients."""
     image = torch.rand(2, 3, *shape, dtype=torch.float64, requires_grad=True)
     points = some_points(len(shape), batch=2, low=-0.3, high=1.3)
     if outside == "zeros" and 1 in shape:
@@ -120,7 +120,7 @@ def test_pooling_against_loops(shape: tuple[int, ...]) -> None:
 
 
 def test_pooled_voxels_lie_half_a_voxel_further() -> None:
-    """A linear ramp, pooled, has at coarse unit coordinate A(x) the value that it had at x."""
+    """A pooled linear ramp has at the coarse unit coordinate A(x) the value that the ramp has at x."""
     image = voxel_points(torch.empty(1, 1, 8, 12, dtype=torch.float64)).movedim(-1, 1)
     scale, shift = (torch.tensor(values, dtype=torch.float64) for values in fine_to_coarse((8, 12)))
     points = some_points(2, low=0.2, high=0.8)
@@ -383,7 +383,7 @@ def test_a_third_of_wrong_matches_hardly_counts(fit: object) -> None:
 
 
 def test_a_shared_batch_of_one_gives_what_a_small_one_does() -> None:
-    """One item's points are handed to PyTorch as several items where there are many of them."""
+    """Many points of one item are passed to PyTorch as several items."""
     image, points = torch.rand(1, 2, 9, 8, 7), torch.rand(1, 2**14 + 5, 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

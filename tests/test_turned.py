@@ -67,7 +67,7 @@ def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (0.7, 2.5, 1.3)])
 def test_framed_images_lie_where_they_lay(spacing: tuple[float, ...]) -> None:
-    """Cubic voxels of one size for both, however the scans are stored; what they show stays where it is."""
+    """Both scans get cubic voxels of one size, for any storage order, and world positions do not change."""
     model = LoadedModel(ClosedFormXi(3), (48, 48, 48), {}, voxel=2.0)
     shape = tuple(int(80 / mm) for mm in spacing)
     oblique = np.eye(4)
@@ -90,7 +90,7 @@ def test_framed_images_lie_where_they_lay(spacing: tuple[float, ...]) -> None:
 
 
 def test_empty_margins_are_left_away_wherever_the_body_lies() -> None:
-    """A body in a much larger image is seen as large as in one that it fills, and the same at any whole shift."""
+    """A body in a much larger image is resampled as large as in one that it fills, and the same at any whole shift."""
     model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
     affine = np.diag([1.5, 2.0, 1.0, 1.0])
     body = ball((50, 50, 40), affine, (37.0, 50.0, 20.0), 24)  # wider than the image's third axis
@@ -134,7 +134,7 @@ def test_narrow_margins_stay() -> None:
 
 
 def test_through_a_first_guess_both_are_cut_alike() -> None:
-    """The guess is the identity of what the network sees, though the moving scan shows less."""
+    """The initial transform is the identity between the network's inputs, though the moving scan is smaller."""
     model = LoadedModel(gradicon(3, 2, **SMALL).eval(), (16, 16, 16), {})
     fixed = ball((40, 40, 40), np.eye(4), (20, 20, 20), 9)
     moving = ball((40, 40, 40), np.eye(4), (26, 20, 20), 5)
@@ -170,7 +170,7 @@ def test_networks_of_the_authors_see_whole_images(tmp_path: Path) -> None:
 
 
 def test_a_mask_is_no_margin() -> None:
-    """Nothing that a mask names is left away, and the mask stays over what it covers."""
+    """Voxels inside a mask are never cropped, and the mask stays aligned with its image."""
     model = LoadedModel(ClosedFormXi(3), (32, 32, 32), {})
     scan = ball((40, 40, 40), np.eye(4), (12, 12, 12), 7)
     data = np.zeros(scan.shape, np.uint8)
@@ -248,7 +248,7 @@ def test_determinants_are_determinants(dim: int) -> None:
 
 
 def sides_of(features: torch.Tensor) -> torch.Tensor:
-    """What `Handedness` adds to the first channel, one determinant as it is."""
+    """The value that `Handedness` adds to the first channel: one determinant, unscaled."""
     dim = features.dim() - 2
     layer = Handedness(dim, features.shape[1], count=1).to(features.dtype).eval()
     torch.nn.init.ones_(layer.mix.weight)
@@ -330,7 +330,7 @@ def rotation(degrees: float, plane: tuple[int, int], dim: int = 3) -> torch.Tens
 
 @pytest.fixture(scope="module")
 def anatomy() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two views of one random body that fits into the image, of the same contrast."""
+    """Two views of one random body, in the same contrast, that fits into the image."""
     made = random_anatomy(
         (48, 48, 48),
         generator=torch.Generator().manual_seed(3),
@@ -343,7 +343,7 @@ def anatomy() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_rotations_cover_all_rotations() -> None:
-    """Every rotation is within 20° of one that is tried, in the plane within 2.5°; each is a rotation."""
+    """Every rotation is within 20° of a candidate, in 2-D within 2.5°; every candidate is a rotation."""
     for dim, least in ((2, 2.6), (3, 20.0)):
         tried = many_rotations(TRIED[dim], dim)
         assert torch.allclose(tried @ tried.mT, torch.eye(dim, dtype=torch.float64), atol=1e-12)
@@ -386,7 +386,7 @@ def test_a_look_works_in_the_plane_and_between_different_shapes() -> None:
 
 
 def drawing() -> torch.Tensor:
-    """Discs on a black ground, alike in no rotation."""
+    """Discs on a black background, without any rotational symmetry."""
     i, j = torch.meshgrid(torch.arange(40.0), torch.arange(40.0), indexing="ij")
     discs = ((20, 20, 12, 0.4), (15, 24, 4, 0.5), (26, 16, 3, 0.6), (22, 27, 2, 0.3))
     return sum(value * ((i - y).hypot(j - x) < r).float() for y, x, r, value in discs)[None, None]  # type: ignore[return-value, misc]
@@ -465,7 +465,7 @@ def test_auto_leaves_upright_scans_alone_and_turns_others_back(anatomy: tuple[to
 
 
 def test_auto_goes_on_from_a_first_guess(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """With the right guess nothing is left to turn; with a wrong one the rest is, and the answer is the same."""
+    """After a right initial transform there is no rotation left to find; after a wrong one the rest is found."""
     moving, fixed = anatomy
     by = about_centre(rotation(90, (0, 1))[None], moving.shape[2:], like=moving)
     turned, straight = in_ras(warp(moving, by, like=moving, outside="zeros")), in_ras(moving)

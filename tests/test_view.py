@@ -1,4 +1,4 @@
-"""`carl view`: what the server gives and refuses, and the page in a browser, against the transform itself."""
+"""`carl view`: what the server serves and refuses, and the page in a browser, compared with the transform."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def server(out: Path) -> Iterator[viewer.Server]:
 
 
 class running:  # noqa: N801  (used like a function)
-    """A server at work, in a thread; NiiVue itself is only needed where something is drawn."""
+    """A running server in a thread; NiiVue is only needed for drawing."""
 
     def __init__(self, folder: Path) -> None:
         self.server = served.Server(viewer.load_scene(folder))
@@ -86,7 +86,7 @@ class running:  # noqa: N801  (used like a function)
 
 
 def ask(server: viewer.Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
-    """A request as written, with nothing tidied up on the way; `path` below the secret one, or whole."""
+    """Send a request exactly as written; `path` is relative to the secret path, or absolute."""
     parts = urlsplit(server.url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
     whole = path if path.startswith("/") else parts.path + path
@@ -313,7 +313,7 @@ def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
-    """With no browser, no UTF-8, no colours and no width: the address is printed all the same."""
+    """The address is printed even without a browser, UTF-8, colours and a terminal width."""
     surroundings = {key: v for key, v in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
     surroundings |= {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "TERM": "dumb", "COLUMNS": "1"}
     process = subprocess.Popen(
@@ -372,7 +372,7 @@ def shown(page: Any) -> np.ndarray:
 
 
 def crosshair(page: Any, side: str) -> np.ndarray:
-    """Where NiiVue draws it, LPS."""
+    """The point at which NiiVue draws its crosshair, LPS."""
     return (
         np.array(page.get(f"Array.from(panels.{side}.frac2mm(panels.{side}.scene.crosshairPos, 0, true))"))[:3] * FLIP
     )

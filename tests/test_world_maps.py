@@ -15,7 +15,7 @@ sitk = pytest.importorskip("SimpleITK")
 
 
 def test_jacobian_and_evaluate_report_the_same_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Space is turned over in the outermost layer and in a few voxels inside; only the latter are folds."""
+    """The map folds in the outermost layer and in a few voxels inside; only the latter are counted."""
     side = 10
     image = sitk.GetImageFromArray(np.random.default_rng(0).normal(size=(side,) * 3).astype(np.float32))
     field = np.zeros((side,) * 3 + (3,))

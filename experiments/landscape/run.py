@@ -31,7 +31,7 @@ from experiments.made import commit
 
 SIDES = (565, 584)
 ELASTIC = ((25.0, 3), (12.0, 6))
-"""Of each of the two warps: standard deviation in pixels of the drawings, and control points per side."""
+"""The two warps: standard deviation in pixels of the drawings, and control points per side."""
 
 
 class FixedTranslation(RegistrationAlgorithm):

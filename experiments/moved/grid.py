@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "base"))
 from train import Data, start_from  # type: ignore[import-not-found]
 
 SHIFTS = (0, 3, 7, 13, 20, 29, 38, 48)
-"""Of 96 voxels. Few are multiples of 4, to which coordinate attention is exactly equivariant."""
+"""In voxels, of 96. Few are multiples of 4, to which coordinate attention is exactly equivariant."""
 AXES = ("left to right", "back to front", "bottom to top")
 IN_VIEW = 0.999
 """Share of a brain that must be visible for it to count as in view."""
