@@ -22,8 +22,8 @@ from carlreg.errors import CarlError, ExistsError, OutputError
 PathLike = str | os.PathLike[str]
 SUFFIX = ".carl-tmp"
 """The end of every staging folder's name; nothing else is ever swept."""
-FILES = "files"
-"""The name that `write_together` stages under."""
+FILES, NEW, OLD, GONE = "files", "new", "old", "gone"
+"""The name that `write_together` stages under, and its folders: the new files, the old ones, and once all are there."""
 STAGED = re.compile(r"[/\\]\.[^/\\]*\.[0-9a-f]{8}\.carl-tmp(?:[/\\](?:new|old))?(?=[/\\])")
 
 
@@ -57,7 +57,8 @@ def write_together(folder: PathLike, names: Collection[str], *, last: str, overw
 
     `last` is removed first and arrives last, so a folder without it is unfinished and free to use. Old and new files
     are never there at the same time. Files with other names stay, unless a staged file of the same name replaces
-    them. A second writer waits for the first. On failure, the folder is as it was.
+    them. A second writer waits for the first. On failure, the folder is as it was; if the process is killed while it
+    exchanges two results, the next one that looks at the folder completes the old or the new one.
 
     >>> with write_together("out", ["scores.csv", "scores.json"], last="scores.json") as staging:
     ...     write_atomically(staging / "scores.csv", b"...")
@@ -65,24 +66,41 @@ def write_together(folder: PathLike, names: Collection[str], *, last: str, overw
     """
     target = Path(os.path.realpath(folder))
     with _named(folder), _locked(target):
+        _sweep(target, FILES, last)
         refuse_result(folder, last, overwrite)
         with _staging(target, FILES) as staging:
-            new, old = staging / "new", staging / "old"
+            new = staging / NEW
             new.mkdir()
-            old.mkdir()
             yield new
-            staged = sorted(path.name for path in new.iterdir())
+            staged = [path.name for path in new.iterdir()]
             for name in staged:
                 _flush(new / name)
                 refuse_existing(Path(folder) / name, overwrite or name in names)
-            try:
-                _move(target, old, sorted({*names, *staged}, key=lambda name: name != last))
-                _move(new, target, sorted(staged, key=lambda name: name == last))
-            except BaseException:
-                _move(target, new, [name for name in staged if not (new / name).exists()])
-                _move(old, target, sorted(os.listdir(old), key=lambda name: name == last))
-                raise
-            _flush_folder(target)
+            _exchange(staging, target, {*names, *staged}, staged, last)
+
+
+def _exchange(staging: Path, target: Path, names: Collection[str], staged: Collection[str], last: str) -> None:
+    """Move the files called `names` from the target to `staging / OLD`, then the staged ones to the target."""
+    new, old, gone = staging / NEW, staging / OLD, staging / GONE
+    old.mkdir()
+    try:
+        _move(target, old, sorted(names, key=lambda name: name != last))
+        old.rename(gone)
+        _move(new, target, sorted(staged, key=lambda name: name == last))
+    except BaseException:
+        if gone.exists():
+            _move(target, new, [name for name in staged if not (new / name).exists()])
+            gone.rename(old)
+        _recover(staging, target, last)
+        raise
+    _flush_folder(target)
+
+
+def _recover(staging: Path, target: Path, last: str) -> None:
+    """End an exchange that was broken off: bring the old files back or, if a whole result was gone, the new ones in."""
+    source = staging / (NEW if (staging / GONE / last).is_file() else OLD)
+    if source.exists():
+        _move(source, target, sorted(os.listdir(source), key=lambda name: name == last))
 
 
 def refuse_existing(path: PathLike, overwrite: bool) -> None:
@@ -96,10 +114,12 @@ def refuse_existing(path: PathLike, overwrite: bool) -> None:
 def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
     """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten.
 
-    What killed writers have left in the folder is removed.
+    What a killed writer has left in the folder is brought in order first.
     """
     target = Path(folder)
-    _sweep(target, FILES)
+    with suppress(OSError), _lock(target, wait=False) as locked:
+        if locked:
+            _sweep(target, FILES, last)
     if target.exists() and not target.is_dir():
         raise ExistsError(f"{target} is a file; expected a folder for the results: choose another name")
     if (target / last).exists() and not overwrite:
@@ -143,11 +163,12 @@ def _start(name: str) -> str:
     return f".{name[:50]}."  # file names have at most 255 bytes
 
 
-def _sweep(folder: Path, name: str) -> None:
-    """Remove the staging folders of killed writers of `name`."""
+def _sweep(folder: Path, name: str, last: str = "") -> None:
+    """Remove the staging folders of killed writers of `name`; what they were exchanging is restored."""
     for leftover in folder.glob(f"{glob.escape(_start(name))}*{SUFFIX}"):
         with suppress(OSError), _lock(leftover, wait=False) as locked:
             if locked:
+                _recover(leftover, folder, last)
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
