@@ -30,7 +30,7 @@ def _describe(source: Any, image: Image | None = None, prepared: Prepared | None
     """Describe an input: a file or folder by its path and checksum, and an image also by its voxels."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).absolute()  # so that the report can be read from another folder
-        record = InputRecord(path=str(path), sha256=sha256(path))
+        record = InputRecord(path=str(path), sha256=sha256(path) if path.exists() else None)
     else:
         record = InputRecord(given_as=type(source).__name__)
     if image is None or prepared is None:
