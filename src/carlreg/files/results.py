@@ -46,6 +46,10 @@ class InputRecord:
     seen: str | None = None
     """What the network sees of the image."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | None):
+            raise TypeError(f"{self.path!r} is not a path")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -127,11 +131,14 @@ class Report:
             when: {int(label): score for label, score in _numbers(scores).items()}
             for when, scores in known.get("dice", {}).items()
         }
+        known["warnings"] = tuple(str(text) for text in known.get("warnings", ()))
         known["request"] = Request(**_known(Request, known["request"])) if known.get("request") else None
         return cls(**known)
 
 
-def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type, values: Any) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{values!r} is not an object")
     return {one.name: values[one.name] for one in fields(kind) if one.name in values}
 
 
