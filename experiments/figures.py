@@ -558,13 +558,13 @@ def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
     retinas.equivariance(result("retina/results/look.json"), folder)
     for name in ("dice.png", "equivariance.png"):
         yield HERE / "retina/results" / name, folder / name
-    turned = copied(HERE / "rotation/results", folder / "rotation")
+    rotated = copied(HERE / "rotation/results", folder / "rotation")
     rotation = script("experiments/rotation/plot.py")
-    rotation.curves(turned)
-    rotation.encoder_errors(turned)
-    rotation.registrations(sorted(turned.glob("turned-*.json")), turned)
+    rotation.curves(rotated)
+    rotation.encoder_errors(rotated)
+    rotation.registrations(sorted(rotated.glob("turned-*.json")), rotated)
     for name in ("angles.png", "encoder.png", "turned.png"):
-        yield HERE / "rotation/results" / name, turned / name
+        yield HERE / "rotation/results" / name, rotated / name
     measured = copied(ROOT / "benchmarks/results", folder / "benchmarks")
     script("benchmarks/run.py").plot(measured)
     yield ROOT / "benchmarks/results/gpu.png", measured / "gpu.png"

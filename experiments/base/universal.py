@@ -257,7 +257,7 @@ def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: in
             began = clock()
         data.draw(torch.Generator().manual_seed(number), pairs)
     drawing = (clock() - began) / count
-    seen: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     train(
         model,
         lambda generator: data.draw(generator, pairs),
@@ -265,9 +265,9 @@ def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: in
         out=out,
         save_every=10**9,
         log_every=warm if cuda else 1,
-        callback=lambda progress: seen.__setitem__(progress.step, progress.seconds),
+        callback=lambda progress: seconds.__setitem__(progress.step, progress.seconds),
     )
-    both = (seen[warm + count] - seen[warm]) / count
+    both = (seconds[warm + count] - seconds[warm]) / count
     return {"step_ms": 1000 * alone, "drawing_ms": 1000 * drawing, "both_ms": 1000 * both, "ratio": both / alone}
 
 
@@ -365,13 +365,13 @@ class Mixture:
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
         pairs = [None if self._chance(self.synthetic, generator) else self._choose(generator) for _ in range(count)]
         shape = (2 * count, 1, *(self.side,) * 3)
-        seen, targets, labels = (torch.zeros(shape, device=self.device) for _ in range(3))
+        inputs, targets, labels = (torch.zeros(shape, device=self.device) for _ in range(3))
         real = [number for number, pair in enumerate(pairs) if pair is not None]
         if real:
             views = [pair.moving for pair in pairs if pair] + [pair.fixed for pair in pairs if pair]
             at = torch.tensor(real + [count + number for number in real], device=self.device)
             made = self._views(views, [pair for pair in pairs if pair], own)
-            for all_, part in zip((seen, targets, labels), made, strict=True):
+            for all_, part in zip((inputs, targets, labels), made, strict=True):
                 all_.index_copy_(0, at, part)
         for number, pair in enumerate(pairs):
             if pair is None:
@@ -379,7 +379,7 @@ class Mixture:
                 maps = torch.cat([anatomy.moving_labels, anatomy.fixed_labels])
                 colours = random_colours(1, int(maps.max()), own).expand(2, -1)
                 for all_, part in zip(
-                    (seen, targets, labels),
+                    (inputs, targets, labels),
                     (
                         torch.cat([anatomy.moving, anatomy.fixed]),
                         render(maps, own, colours=colours, plain=True),
@@ -390,7 +390,7 @@ class Mixture:
                     all_[number], all_[count + number] = part[0], part[1]
         values = torch.arange(1, STRUCTURES + 1, device=self.device).reshape(-1, 1, 1, 1)
         known = (labels == values).byte()
-        return Batch(*seen.split(count), *known.split(count), *targets.split(count))
+        return Batch(*inputs.split(count), *known.split(count), *targets.split(count))
 
     def _views(self, views: list[View], pairs: list[Pair], own: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """The network's input images, the images for the loss, and the labels, for all views at once."""
@@ -401,18 +401,18 @@ class Mixture:
         images = (images * tone[0] + tone[1]).clamp(0, 1) ** tone[2]
         known = torch.stack([self._known(view, pair) for view, pair in zip(views, 2 * pairs, strict=True)])
         labels = interpolate(known[:, None].float(), points, mode="nearest", outside="zeros")
-        seen, targets = images.clone(), images
+        inputs, targets = images.clone(), images
         changed = [number for number, view in enumerate(views) if view.changed and not view.is_map]
         if changed:
-            seen[changed] = random_contrast(images[changed], own)
+            inputs[changed] = random_contrast(images[changed], own)
         for number, view in enumerate(views):
             if view.wide:
-                seen[number] = in_wide_window(images[number], view.wide)
+                inputs[number] = in_wide_window(images[number], view.wide)
         maps = [number for number, view in enumerate(views) if view.is_map]
         if maps:
             whole = interpolate(volumes[maps], points[maps], mode="nearest", outside="zeros")
             shown = self._shown(whole, [views[n].stripped for n in maps], [views[n].dry for n in maps])
-            seen[maps] = render(shown, own)
+            inputs[maps] = render(shown, own)
             of_pair = [pairs[n % len(pairs)] for n in maps]
             bare = [p.compare == "t1" or p.moving.stripped or p.fixed.stripped for p in of_pair]
             compared = self._shown(whole, bare, [False] * len(maps))
@@ -430,7 +430,7 @@ class Mixture:
             common[:, rest] = 0.0
             colours = torch.stack([common[n % len(pairs)] for n in organs])
             targets[organs] = render(labels[organs], own, colours=colours, plain=True)
-        return seen, targets, labels
+        return inputs, targets, labels
 
     @staticmethod
     def _tone(view: View) -> tuple[float, float, float]:

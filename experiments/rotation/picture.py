@@ -51,8 +51,8 @@ def main() -> None:
     (pair,) = drawn(data.pairs("brain", "val"), 1)
     moving, fixed = (data.image(key) for key in pair)
     by = turn(DEGREES, moving.shape[2:], like=moving, plane=PLANES["axial"])
-    turned = warp(moving, by, like=moving, outside="zeros")
-    m, f = image_of(turned), image_of(fixed)
+    rotated = warp(moving, by, like=moving, outside="zeros")
+    m, f = image_of(rotated), image_of(fixed)
     middle = moving.shape[-1] // 2
     figure = Figure(figsize=(11, 2.3 * len(arguments.method)), layout="constrained")
     plots = figure.subplots(len(arguments.method), 5, squeeze=False)
