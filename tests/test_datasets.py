@@ -23,7 +23,8 @@ from carlreg.training import cache
 from carlreg.training import cohort as manifest
 from carlreg.training.augmentation import Augmentation, apply
 from carlreg.training.cache import Prepared, choose_grid, prepare
-from carlreg.training.cohort import Case, Cohort, DatasetError, Pair
+from carlreg.training.cohort import Case, Cohort, Pair
+from carlreg.training.errors import DatasetError
 from carlreg.training.pairs import STRUCTURES, TrainingPairs
 from carlreg.training.validation import Validation
 

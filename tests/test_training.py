@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ from carlreg import (
 from carlreg.geometry.fitting import fit_affine
 from carlreg.geometry.grids import Grid
 from carlreg.model.files import read_metadata
-from carlreg.training.checkpoint import TrainingError
+from carlreg.training.batches import Batch, Batches
 from carlreg.training.distributed import Team, launch, shared
+from carlreg.training.errors import TrainingError
 from carlreg.training.loop import Progress, train
 from carlreg.training.run import Settings
 from carlreg.training.stages import PAPER, PAPER_ROT, Stage
@@ -265,6 +267,87 @@ def test_labels_are_learnt_from_where_a_stage_says_so(tmp_path: Path) -> None:
     assert ["label_loss" in part for part in parts] == [False, False, True, True]
     with pytest.raises(ValueError, match="2 tensors were drawn; expected 4"):
         train(network(), draw, stages, out=tmp_path / "none")
+
+
+def test_the_loss_compares_targets_that_the_network_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen, compared = network(), [], []
+    both = model.both
+
+    def watched(*images: Tensor) -> tuple[Transform, Transform]:
+        seen.extend(images)
+        return both(*images)
+
+    def spy(phi: Transform, inverse: Transform, *images: Tensor, **options: object) -> object:
+        compared.extend(images)
+        return registration_loss(phi, inverse, *images, **options)
+
+    def inverted(generator: torch.Generator) -> Batch:
+        moving, fixed = draw(generator)
+        return Batch(1 - moving, 1 - fixed, moving_target=moving, fixed_target=fixed)
+
+    monkeypatch.setattr(model, "both", watched)
+    monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
+    train(model, inverted, [Stage(1)], out=tmp_path)
+    assert len(seen) == len(compared) == 2
+    assert all(torch.equal(image, 1 - target) for image, target in zip(seen, compared, strict=True))
+
+
+def test_a_batch_is_two_four_or_six_tensors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3 tensors were drawn; expected 2 images, then 2 label maps"):
+        train(network(), lambda generator: labelled(generator)[:3], [Stage(1)], out=tmp_path)
+
+
+@pytest.mark.gpu
+def test_batches_drawn_ahead_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in a thread of their own once the step is captured, and nothing is drawn after the last step."""
+    threads: list[str] = []
+
+    def on_gpu(generator: torch.Generator) -> tuple[Tensor, ...]:
+        threads.append(threading.current_thread().name)
+        return tuple(part.cuda() for part in labelled(generator))
+
+    stages = [Stage(8, label_weight=1.0)]
+    train(network().cuda(), on_gpu, stages, out=tmp_path / "ahead", log_every=1)
+    assert len(threads) == 8
+    assert [name.startswith("draw") for name in threads] == [False] * 4 + [True] * 4
+    monkeypatch.setattr(Batches, "draw_ahead", lambda *_: None)
+    train(network().cuda(), on_gpu, stages, out=tmp_path / "one by one", log_every=1)
+    logs = [
+        [json.loads(line)["losses"]["total"] for line in (tmp_path / run / "log.jsonl").open()]
+        for run in ("ahead", "one by one")
+    ]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_an_error_while_drawing_ahead_ends_the_run(tmp_path: Path) -> None:
+    calls = 0
+
+    def fails(generator: torch.Generator) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ZeroDivisionError("in the draw")
+        return draw(generator)
+
+    with pytest.raises(ZeroDivisionError, match="in the draw"):
+        train(network().cuda(), fails, [Stage(20)], out=tmp_path)
+
+
+@pytest.mark.gpu
+def test_inputs_must_stay_the_same_within_a_captured_stage(tmp_path: Path) -> None:
+    calls = 0
+
+    def changing(generator: torch.Generator) -> Batch:
+        nonlocal calls
+        calls += 1
+        moving, fixed = draw(generator)
+        return Batch(moving, fixed) if calls < 7 else Batch(moving, fixed, None, None, moving, fixed)
+
+    with pytest.raises(ValueError, match="expected the same shapes throughout a stage"):
+        train(network().cuda(), changing, [Stage(20)], out=tmp_path)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,8 @@ from carlreg.files.images import Image, ImageError
 from carlreg.geometry import resizing
 from carlreg.model.loaded import CT_RANGE
 from carlreg.preparation import FOREGROUND, Frame, common_voxel
-from carlreg.training.cohort import Case, DatasetError, PathLike
+from carlreg.training.cohort import Case, PathLike
+from carlreg.training.errors import DatasetError
 
 PREPARATION = 2
 """Raised whenever the code below, or that of `preparation`, makes something else of a file."""

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carlreg.errors import CarlError, ExistsError, InputError
+from carlreg.errors import ExistsError, InputError
 from carlreg.files.atomic import only_writer, write_atomically
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
+from carlreg.training.errors import TrainingError
 from carlreg.training.settings import MAY_CHANGE
 
 PathLike = str | os.PathLike[str]
@@ -28,10 +29,6 @@ FORMAT = "carlreg-run-1"
 STATE, LAST, BEST, LOG = "state.pt", "last.safetensors", "best.safetensors", "log.jsonl"
 CONFIG, CURVES, BOARD = "config.json", "curves.png", "tensorboard"
 FILES = (CONFIG, STATE, LAST, BEST, LOG, CURVES)
-
-
-class TrainingError(CarlError, RuntimeError):
-    """A run that cannot continue. Its last good checkpoint is on disk."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from carlreg.errors import InputError
 from carlreg.files import tables
 from carlreg.files.tables import IMAGE_COLUMNS, SPLITS, read_table, require_files
+from carlreg.training.errors import DatasetError
 
 PathLike = str | os.PathLike[str]
 
@@ -47,10 +48,6 @@ ENOUGH = 6
 """Images from which on some are kept for validation where nothing else is said."""
 
 log = logging.getLogger(__name__)
-
-
-class DatasetError(InputError):
-    """Training material that cannot be used. One line: which file, what was found, what to do."""
 
 
 @dataclass(frozen=True)

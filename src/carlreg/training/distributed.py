@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from carlreg.errors import DependencyError, InputError
+from carlreg.training.errors import TrainingError
 
 TIMEOUT = timedelta(hours=12)
 """How long processes wait for each other: the first one may be preparing images, or validating."""
@@ -51,7 +53,8 @@ class Team:
         if self.size == 1 or not tensors:
             return
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-        dist.all_reduce(flat)
+        with _collective():
+            dist.all_reduce(flat)
         flat /= self.size
         with torch.no_grad():
             for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -60,27 +63,39 @@ class Team:
     def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of the leading process."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+            with _collective():
+                for tensor in tensors:
+                    dist.broadcast(tensor.detach(), src=0)
 
     def as_leader(self, answer: bool, device: torch.device) -> bool:
         """The leading process's answer to a question that each process could answer differently."""
         if self.size == 1:
             return answer
         flag = torch.tensor(answer, dtype=torch.int32, device=device)
-        dist.broadcast(flag, src=0)
+        with _collective():
+            dist.broadcast(flag, src=0)
         return bool(flag)
 
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.size > 1:
-            dist.barrier()
+            with _collective():
+                dist.barrier()
 
     def shut_down(self) -> None:
         """Wait for all processes, then destroy the process group."""
         if self.size > 1:
-            dist.barrier()
+            self.barrier()
             dist.destroy_process_group()
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Report the end of another process, of which PyTorch says no more than that its connection is closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError("another process of this run has ended; its own message says why") from error
 
 
 def check_batch(batch: int, processes: int) -> None:

@@ -22,8 +22,9 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.training import cache, cohort
 from carlreg.training.augmentation import Augmentation
 from carlreg.training.checkpoint import BOARD, FORMAT, RunFolder
-from carlreg.training.cohort import Cohort, DatasetError
+from carlreg.training.cohort import Cohort
 from carlreg.training.distributed import Team, check_batch, launch, ranks
+from carlreg.training.errors import DatasetError
 from carlreg.training.logging import Board, picture, plot_curves, wants_board
 from carlreg.training.loop import Progress, train
 from carlreg.training.pairs import TrainingPairs
