@@ -288,7 +288,7 @@ def test_cubic_voxels_stay_with_a_model(scans: Path, tmp_path: Path, capsys: pyt
     assert "handed is 2 for carl; expected 0 or more, and only for a new carl_rot" in fails(
         wrong_handed, capsys, code=2
     )
-    assert "take larger voxels or a larger grid" in fails([*wrong, "0.1"], capsys)
+    assert "use larger voxels or a larger grid" in fails([*wrong, "0.1"], capsys)
     assert not (tmp_path / "third").exists()
 
 

@@ -1,1 +1,1 @@
-"""Training: stages, steps, the loop, and `carl train`."""
+"""Training: stages, step and loop; images, batches and validation; what `carl train` does."""

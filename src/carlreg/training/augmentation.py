@@ -1,7 +1,7 @@
-"""Variations of a pair of images: an affine noise of each, and flips and exchanged axes of both.
+"""Augmentation of image pairs: affine noise of each image, flips and permuted axes of both.
 
-All of it is one affine map for each image, so that images are interpolated once. Rotations inside the loss are not
-made here: `Stage(rotate=True)` trains through `Augmented`.
+Everything is one affine map per image, so that images are interpolated once. Rotations inside the loss are separate:
+`Stage(rotate=True)` trains through `Augmented`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from carlreg.geometry.transforms import Affine, compose, warp
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What may happen to a pair before the network sees it.
+    """Random changes of a pair before the network sees it.
 
     >>> of_moving, of_fixed = Augmentation().draw(len(moving), 3, generator)
     >>> moving, fixed = apply(of_moving, moving), apply(of_fixed, fixed)
     """
 
     affine: float = 0.05
-    """Standard deviation of what is added to each entry of an image's affine map, in coordinates from −1 to 1; drawn
-    for each image on its own."""
+    """Standard deviation of the noise on each entry of an affine map in coordinates from −1 to 1; independent for each
+    image."""
     flips: bool = False
     """Mirror each axis with probability ½, both images alike."""
     permutations: bool = False
-    """Bring the axes into a random order, both images alike. Sides of different lengths are stretched."""
+    """Permute the axes at random, both images alike. Sides of different lengths are stretched."""
 
     def draw(self, pairs: int, dim: int, generator: torch.Generator) -> tuple[Affine, Affine]:
-        """A map for each moving and each fixed image of a batch, to be applied with `apply`."""
+        """Draw a map for each moving and each fixed image of a batch, for `apply`."""
         common = torch.eye(dim).repeat(pairs, 1, 1)
         if self.permutations:
             order = torch.rand(pairs, dim, generator=generator).argsort(dim=1)
@@ -41,7 +41,7 @@ class Augmentation:
             common = signs * common
         both = _about_centre(common, torch.zeros(pairs, dim))
         moving, fixed = (compose(self._noise(pairs, dim, generator), both) for _ in range(2))
-        assert isinstance(moving, Affine)  # two affine maps are one
+        assert isinstance(moving, Affine)  # as two affine maps compose to one
         assert isinstance(fixed, Affine)
         return moving, fixed
 
@@ -51,11 +51,11 @@ class Augmentation:
 
 
 def apply(maps: Affine, images: Tensor) -> Tensor:
-    """Images (B, C, *shape), each seen through its map, on its own grid."""
+    """Resample images (B, C, *shape), each through its map, on their own grid."""
     return warp(images, maps.to(images), like=images)
 
 
 def _about_centre(linear: Tensor, shift: Tensor) -> Affine:
-    """x ↦ c + A (x − c) + b, c being the centre of the unit cube."""
+    """x ↦ c + A (x − c) + b with the centre c of the unit cube."""
     centre = torch.full(shift.shape, 0.5)
     return Affine.from_parts(linear, centre - (linear @ centre[..., None])[..., 0] + shift)

@@ -1,7 +1,7 @@
-"""Images made ready for training, once, and kept on disk: turned to RAS, intensities 0 to 1, on the network's grid.
+"""A cache of prepared images: in the axis order closest to RAS, with intensities from 0 to 1, on the network's grid.
 
-The name of a file in the cache is a fingerprint of the image's file and of all settings: what was changed is made
-anew. Files may be deleted at any time.
+A cached file is named by a fingerprint of the image's file and of all settings, so that nothing outdated is ever read.
+Cached files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from carlreg.training.cohort import Case, PathLike
 from carlreg.training.errors import DatasetError
 
 PREPARATION = 2
-"""Raised whenever the code below, or that of `preparation`, makes something else of a file."""
+"""Version of the cached data: to be raised if this module, or `preparation`, computes something else."""
 LARGEST_SIDE = {2: 256, 3: 96}
-"""Of the grid, where none is chosen."""
+"""Of a grid that follows from the images, by dimension."""
 SURVEYED = 20
-"""Images that are looked at to choose a grid."""
+"""Number of images that a grid follows from."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A case on the network's grid. Tensors stay on disk until they are used."""
+    """A case on the network's grid. Its tensors are mapped from disk."""
 
     image: Tensor  # (1, *grid), uint8: 255 times the intensity
     labels: Tensor | None  # (1, *grid)
@@ -49,13 +49,13 @@ class Prepared:
     size: tuple[float, ...]
     """Millimetres from the first to the last voxel centre along each axis."""
     intensities: str
-    """What was done to them, in words."""
+    """How intensities were scaled, in words."""
     digest: str
-    """Of the tensors: equal for equal ones."""
+    """Checksum of the tensors."""
 
 
 def cache_folder() -> Path:
-    """Where this platform keeps what can be made again: `~/.cache/carlreg`, or as XDG_CACHE_HOME says."""
+    """The platform's folder for cached files: on Linux `~/.cache/carlreg`, or in XDG_CACHE_HOME."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -66,8 +66,8 @@ def cache_folder() -> Path:
 
 
 def choose_grid(cases: Sequence[Case], sides: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The network's grid: the sides given (one is repeated for every axis), or the images' median ones, up to 96
-    voxels in 3-D and 256 in 2-D."""
+    """The network's grid: the given sides (a single one is used for every axis), or the median of the images' sides, up
+    to 96 voxels in 3-D and 256 in 2-D."""
     if sides is not None and min(sides) < preparation.LEAST_SIDE:
         raise InputError(f"the grid is {tuple(sides)}; expected sides of at least {preparation.LEAST_SIDE}")
     if sides is None:
@@ -84,23 +84,22 @@ def choose_grid(cases: Sequence[Case], sides: Sequence[int] | None = None) -> tu
 
 
 def dimension(cases: Sequence[Case]) -> int:
-    """2 or 3: that of the first image that can be read."""
+    """The dimension of the first readable image, 2 or 3."""
     return len(next(_shapes(cases)))
 
 
 def _shapes(cases: Sequence[Case]) -> Iterator[tuple[int, ...]]:
-    """Of the images that can be read, turned to RAS. `prepare` tells of the others, all together."""
-    problem: ImageError | None = None
-    found = False
+    """Shapes of the readable images in the axis order closest to RAS. `prepare` reports the others, all together."""
+    problem, count = None, 0
     for case in cases:
         try:
             shape = orientation.to_closest_ras(images.read(case.image)).shape
         except ImageError as error:
             problem = error
         else:
-            found = True
+            count += 1
             yield shape
-    if problem is not None and not found:
+    if problem is not None and not count:
         raise problem
 
 
@@ -113,18 +112,18 @@ def prepare(
     ct_range: tuple[float, float] = CT_RANGE,
     voxel: float | None = None,
 ) -> list[Prepared]:
-    """Make all cases ready, or take them from the cache; `callback` gets the number of those done. `ct_range` is for
-    `preprocess`. Images are stretched to the grid, without wide margins that show nothing; or, with `voxel`,
-    laid into it with cubic voxels of so many millimetres, around what they show.
+    """Prepare all cases, or read them from the cache; `callback` gets the number of finished ones.
 
-    All are looked at before the first unusable one is complained about, so that the message can name the others.
+    Images are stretched to the grid without wide empty margins or, with `voxel`, resampled to cubic voxels of this many
+    millimetres, centred on the foreground. `ct_range` is for `preprocess`. All unusable images are reported in one
+    error.
     """
     cache = cache_folder() if folder is None else Path(folder)
     cache.mkdir(parents=True, exist_ok=True)
     prepared, problems = [], []
     for number, case in enumerate(cases, start=1):
         try:
-            prepared.append(_from_cache(case, _How(tuple(grid), ct_range, voxel), cache))
+            prepared.append(_from_cache(case, _Recipe(tuple(grid), ct_range, voxel), cache))
         except ImageError as error:
             problems.append((case, error))
         if callback is not None:
@@ -133,93 +132,89 @@ def prepare(
         _, first = problems[0]
         others = ", ".join(str(case.image) for case, _ in problems[1:4])
         more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise DatasetError(f"{first}" + (f" (nor can these be used: {others}{more})" if others else "")) from first
+        raise DatasetError(f"{first}" + (f" (also unusable: {others}{more})" if others else "")) from first
     return prepared
 
 
 @dataclass(frozen=True)
-class _How:
-    """What is made of every image."""
+class _Recipe:
+    """How every image is prepared."""
 
     grid: tuple[int, ...]
     ct_range: tuple[float, float]
     voxel: float | None
 
 
-def _from_cache(case: Case, how: _How, cache: Path) -> Prepared:
+def _from_cache(case: Case, recipe: _Recipe, cache: Path) -> Prepared:
     from safetensors import SafetensorError
 
-    path = cache / f"{fingerprint(case, how)}.safetensors"
+    path = cache / f"{fingerprint(case, recipe)}.safetensors"
     try:
         return _load(path)
-    except (FileNotFoundError, SafetensorError, KeyError, ValueError):  # not there yet, or damaged
+    except (FileNotFoundError, SafetensorError, KeyError, ValueError):  # not cached yet, or damaged
         pass
     from safetensors.torch import save
 
-    tensors, header = _make(case, how)
+    tensors, header = _make(case, recipe)
     write_atomically(path, save(tensors, header))
     return _load(path)
 
 
-def fingerprint(case: Case, how: _How) -> str:
-    """Changes with the files (place, size, time of change), what is made of them, and the code that does it."""
+def fingerprint(case: Case, recipe: _Recipe) -> str:
+    """A name that changes with the files (path, size, time of change), the recipe, and the version of the code."""
     files = [file for file in (case.image, case.labels) if file is not None]
     stats = [
         (str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns)
         for file in files
         for part in (sorted(file.iterdir()) if file.is_dir() else [file])  # a DICOM series is a folder
     ]
-    settings = [PREPARATION, list(how.grid), how.ct_range, preparation.PERCENTILES, case.labels is not None, how.voxel]
-    settings += [FOREGROUND, preparation.FULL, preparation.MARGIN]
+    settings = [PREPARATION, list(recipe.grid), recipe.ct_range, preparation.PERCENTILES, case.labels is not None]
+    settings += [recipe.voxel, FOREGROUND, preparation.FULL, preparation.MARGIN]
     return hashlib.sha256(json.dumps([stats, settings]).encode()).hexdigest()[:32]
 
 
-def _make(case: Case, how: _How) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _make(case: Case, recipe: _Recipe) -> tuple[dict[str, Tensor], dict[str, str]]:
     original = images.read(case.image)
-    if original.dim != len(how.grid):
+    grid = recipe.grid
+    if original.dim != len(grid):
         raise ImageError(
-            f"{original.name} is {original.dim}-D but the others are {len(how.grid)}-D; expected one dimension"
+            f"{original.name} is {original.dim}-D but the others are {len(grid)}-D; expected one dimension"
         )
     image = orientation.to_closest_ras(original)
-    intensities, done = preparation.preprocess(image, ct_range=how.ct_range)
-    there = (intensities > FOREGROUND)[0, 0]
-    if how.voxel is None:
-        sides = preparation.wide_margins(there)
-        frame = Frame.cropped(there, how.grid, sides) if any(sides) else None
-    else:
-        frame = _cubic(image, there, how.voxel, how.grid)
-    on_grid = resizing.resize(intensities, how.grid) if frame is None else frame.resample(intensities)
+    intensities, done = preparation.preprocess(image, ct_range=recipe.ct_range)
+    frame = _frame(image, (intensities > FOREGROUND)[0, 0], recipe)
+    on_grid = resizing.resize(intensities, grid) if frame is None else frame.resample(intensities)
     tensors = {"image": (255 * on_grid[0]).round().clamp(0, 255).byte()}
     if case.labels is not None:
         labels = images.read_labels(case.labels)
         images.check_same_grid(labels, original, "a label map")
-        known = _as_tensor(orientation.to_closest_ras(labels))
-        tensors["labels"] = (
-            resizing.resize_labels(known, how.grid) if frame is None else frame.resample_labels(known)
-        )[0]
-    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+        map_ = _as_tensor(orientation.to_closest_ras(labels))
+        tensors["labels"] = (resizing.resize_labels(map_, grid) if frame is None else frame.resample_labels(map_))[0]
     if frame is not None:
         image = Image(on_grid[0, 0].numpy(), frame.affine(image), image.name)
     header: dict[str, Any] = {
         "world_to_unit": image.world_to_unit().tolist(),
         "size": [s * (n - 1) for s, n in zip(image.spacing, image.shape, strict=True)],
         "intensities": done.note,
-        "digest": digest,
+        "digest": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest(),
     }
     return tensors, {"prepared": json.dumps(header)}
 
 
-def _cubic(image: Image, there: Tensor, voxel: float, grid: tuple[int, ...]) -> Frame:
-    """Cubic voxels around what an image shows."""
-    centre, wide = preparation.foreground_box(there, image.spacing)
-    side = min(grid)
-    if common_voxel([wide], voxel, side) != voxel:  # `register` would take other voxels
-        change = "larger voxels or a larger grid" if wide > side * voxel else "smaller voxels or a smaller grid"
+def _frame(image: Image, foreground: Tensor, recipe: _Recipe) -> Frame | None:
+    """The part of an image that is resampled to the grid; None for the whole image."""
+    if recipe.voxel is None:
+        axes = preparation.wide_margins(foreground)
+        return Frame.cropped(foreground, recipe.grid, axes) if any(axes) else None
+    centre, width = preparation.foreground_box(foreground, image.spacing)
+    voxel, side = recipe.voxel, min(recipe.grid)
+    if common_voxel([width], voxel, side) != voxel:  # `register` would use other voxels
+        change = "larger voxels or a larger grid" if width > side * voxel else "smaller voxels or a smaller grid"
         raise ImageError(
-            f"{image.name} shows something {wide:.0f} mm wide, but {side} voxels of {voxel:g} mm are "
-            f"{side * voxel:g} mm; expected it to fit, and to fill half of that: take {change}"
+            f"the foreground of {image.name} is {width:.0f} mm wide, but {side} voxels of {voxel:g} mm are "
+            f"{side * voxel:g} mm; expected it to fit, and to fill half of that: use {change}"
         )
-    return Frame.cubic(image, grid, centre, voxel)
+    return Frame.cubic(image, recipe.grid, centre, voxel)
 
 
 def _as_tensor(labels: Image) -> Tensor:
@@ -248,5 +243,5 @@ def _load(path: Path) -> Prepared:
 
 
 def digest(prepared: Sequence[Prepared]) -> str:
-    """Of a whole set of cases in their order."""
+    """A checksum of a list of cases."""
     return hashlib.sha256("".join(case.digest for case in prepared).encode()).hexdigest()[:32]

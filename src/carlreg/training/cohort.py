@@ -1,11 +1,11 @@
-"""Which images there are: read from a CSV file or a folder.
+"""The images to train on and to validate with, from a CSV file or a folder.
 
-A CSV file has a column `image`, and any two of its images form a pair; or columns `fixed` and `moving`, and its rows
-are the pairs. Paths are relative to the file. Optional are `labels`, or `fixed_seg` and `moving_seg`; `fixed_landmarks`
+A CSV file has a column `image`, and any two of its images form a pair; or columns `fixed` and `moving`, one pair per
+row. Paths are relative to the file. Optional columns are `labels`, or `fixed_seg` and `moving_seg`; `fixed_landmarks`
 and `moving_landmarks`; and `split`, which is `train`, `val` or `test`.
 
-A folder holds images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.gz`; or two folders `train` and `val` that
-do.
+A folder contains images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.gz`; or two such folders `train` and
+`val`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,21 @@ from carlreg.training.errors import DatasetError
 
 PathLike = str | os.PathLike[str]
 
-ENDINGS = (
-    ".nii.gz",
-    ".nii",
-    ".nrrd",
-    ".nhdr",
-    ".mha",
-    ".mhd",
-    ".hdr",
-    ".png",
-    ".tif",
-    ".tiff",
-    ".jpg",
-    ".jpeg",
-    ".bmp",
-)
+VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
+ENDINGS = (*VOLUMES, ".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp")
 LABELS = "_labels"
 PAIR_COLUMNS = {"name", "fixed", "moving", "fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks", "split"}
 FRACTION = 0.1
-"""Of the images, kept for validation where nothing else is said."""
+"""Share of the images for validation, by default."""
 ENOUGH = 6
-"""Images from which on some are kept for validation where nothing else is said."""
+"""Number of images below which none is kept for validation, by default."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One image, and a label map on its voxels if there is one."""
+    """One image, and optionally a label map on its grid."""
 
     image: Path
     labels: Path | None = None
@@ -60,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two cases by their number, and files with as many landmarks each."""
+    """Two cases by their index, and optionally files with corresponding landmarks."""
 
     moving: int
     fixed: int
@@ -70,13 +57,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Cases and the pairs that they form: those given, or any two."""
+    """Cases and the pairs that they form: the listed ones, or any two."""
 
     cases: tuple[Case, ...]
     pairs: tuple[Pair, ...] | None = None
 
     def some_pairs(self, most: int) -> list[Pair]:
-        """All ordered pairs, or a choice of them that is always the same."""
+        """All ordered pairs, or a fixed random choice of at most this many."""
         if self.pairs is None:
             pairs = [Pair(a, b) for a, b in itertools.permutations(range(len(self.cases)), 2)]
         else:
@@ -84,7 +71,7 @@ class Cohort:
         return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
 
     def __len__(self) -> int:
-        """How many pairs or, where any two will do, images."""
+        """The number of pairs or, if any two images form one, of images."""
         return len(self.cases if self.pairs is None else self.pairs)
 
     @property
@@ -95,18 +82,17 @@ class Cohort:
 def read(
     source: PathLike, *, val: PathLike | None = None, fraction: float | None = None
 ) -> tuple[Cohort, Cohort | None]:
-    """The cases to train on and those to validate with, from a CSV file or a folder.
+    """Read the cases to train on and those to validate with from a CSV file or a folder.
 
-    The latter come from `val`, another CSV file or folder; or are those that the split says; or a `fraction` of all,
-    chosen always in the same way: by default a tenth, at least two images, and none where there are fewer than six.
-    `fraction=0` is none in any case.
+    The latter come from `val`, another CSV file or folder; or from the split; or are a fixed random `fraction` of all:
+    by default a tenth, at least two images, and none if there are fewer than six. `fraction=0` means none in any case.
 
     >>> training, validation = read("scans.csv")
     """
     if fraction is not None and not 0 <= fraction < 1:
-        raise DatasetError(f"the fraction for validation is {fraction}; expected 0 or more, and less than 1")
+        raise DatasetError(f"the validation fraction is {fraction}; expected 0 or more, and less than 1")
     if val is not None and fraction is not None:
-        raise DatasetError(f"validation is to be with {val} and with a fraction of {source}; expected one of the two")
+        raise DatasetError(f"both {val} and a fraction of {source} were given for validation; expected one of them")
     splits = _read(Path(source))
     if val is not None:
         others = _read(Path(val))
@@ -118,11 +104,11 @@ def read(
     else:
         training, validation = splits.get("train"), splits.get("val") if fraction is None else None
         if fraction:
-            raise DatasetError(f"{source} says what is for validation itself; expected no fraction, or 0 for none")
+            raise DatasetError(f"{source} has a split of its own; leave out the fraction, or use 0 for no validation")
         if fraction is None and validation is None:
             raise DatasetError(
-                f"{source} has a split without 'val', so the validation set is empty; expected some rows or files of "
-                "it: add them, or choose a fraction of 0 to train without"
+                f"{source} has a split without 'val', so the validation set is empty; add some, or use a fraction of 0 "
+                "to train without validation"
             )
     if training is None:
         raise DatasetError(f"{source} has a split without 'train'; expected images to train on")
@@ -131,14 +117,14 @@ def read(
         _check(validation, source if val is None else val, "validate with")
         both = {case.image.resolve() for case in training.cases} & {case.image.resolve() for case in validation.cases}
         if both:
-            log.warning("%d images are for training and for validation, %s for one", len(both), min(both))
+            log.warning("%d images are used for training and for validation, for example %s", len(both), min(both))
     return training, validation
 
 
 def _check(cohort: Cohort, source: PathLike, purpose: str) -> None:
     if cohort.pairs is None and len(cohort.cases) < 2:
-        found = f"only one image ({cohort.cases[0].image})" if cohort.cases else "no image"
-        raise DatasetError(f"{source} has {found} to {purpose}; expected two at least, to form a pair")
+        count = f"only one image ({cohort.cases[0].image})" if cohort.cases else "no image"
+        raise DatasetError(f"{source} has {count} to {purpose}; expected at least two, to form a pair")
 
 
 def _divide(cohort: Cohort, fraction: float | None, source: PathLike) -> tuple[Cohort, Cohort | None]:
@@ -153,7 +139,7 @@ def _divide(cohort: Cohort, fraction: float | None, source: PathLike) -> tuple[C
     if count < least or len(cohort) - count < least:
         raise DatasetError(
             f"a fraction of {fraction} of the {len(cohort)} {cohort.unit} of {source} leaves {count} for validation "
-            f"and {len(cohort) - count} for training; expected {least} of each at least"
+            f"and {len(cohort) - count} for training; expected at least {least} of each"
         )
     chosen = set(random.Random(0).sample(range(len(cohort)), count))
     halves = [[i for i in range(len(cohort)) if (i in chosen) == wanted] for wanted in (False, True)]
@@ -166,7 +152,7 @@ def _divide(cohort: Cohort, fraction: float | None, source: PathLike) -> tuple[C
 
 
 def _renumbered(cases: Sequence[Case], pairs: Sequence[Pair]) -> Cohort:
-    """These pairs, with only the cases that occur in them."""
+    """A cohort of these pairs and the cases that occur in them."""
     used = sorted({number for pair in pairs for number in (pair.moving, pair.fixed)})
     new = {old: number for number, old in enumerate(used)}
     return Cohort(
@@ -176,7 +162,7 @@ def _renumbered(cases: Sequence[Case], pairs: Sequence[Pair]) -> Cohort:
 
 
 def _read(source: Path) -> dict[str, Cohort]:
-    """A cohort for each split, or one for "all"."""
+    """A cohort for each split, or one for "all" if there is no split."""
     if source.is_dir():
         return _read_folder(source)
     if not source.exists():
@@ -198,14 +184,14 @@ def _images_of(folder: Path) -> Cohort:
     labels = {stem.removesuffix(LABELS): path for path, stem in stems.items() if stem.endswith(LABELS)}
     images = {path: stem for path, stem in stems.items() if not stem.endswith(LABELS)}
     for stem in labels.keys() - images.values():
-        raise DatasetError(f"{labels[stem]} has no image {stem} beside it; expected one: check the names")
+        raise DatasetError(f"{labels[stem]} has no image {stem} beside it; check the names")
     if not images:
         raise DatasetError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}, or a CSV file")
     return Cohort(tuple(Case(path, labels.get(stem)) for path, stem in images.items()))
 
 
 def _stem(path: Path) -> str:
-    """A file's name without the ending of an image; empty where it has none."""
+    """The name of an image file without its ending; empty for other files."""
     name = path.name
     ending = next((ending for ending in ENDINGS if name.lower().endswith(ending)), None)
     return "" if ending is None or name.startswith(".") else name[: -len(ending)]
