@@ -199,8 +199,8 @@ def test_broken_links_of_a_website_are_found(tmp_path: Path) -> None:
 SOURCE = ROOT / "src" / "carlreg"
 
 
-def room_of(path: Path) -> str:
-    """A room's name in the table of CONTRIBUTING.md: `demo` for a module, `geometry/` for a package."""
+def part_of(path: Path) -> str:
+    """A part's name in the table of CONTRIBUTING.md: `demo` for a module, `geometry/` for a package."""
     first, *rest = path.relative_to(SOURCE).parts
     return f"{first}/" if rest else path.stem
 
@@ -223,20 +223,18 @@ def imported(path: Path) -> Iterator[tuple[str, ...]]:
             yield from (tuple(n.name.split(".")[1:]) for n in node.names if n.name.startswith("carlreg."))
 
 
-def test_rooms_import_only_from_those_above_them() -> None:
-    order = {
-        CODE.findall(row)[0]: n for n, row in enumerate(table(read("CONTRIBUTING.md"), "| room | what is inside |"))
-    }
+def test_parts_import_only_from_those_above_them() -> None:
+    order = {CODE.findall(row)[0]: n for n, row in enumerate(table(read("CONTRIBUTING.md"), "| part | contents |"))}
     files = [path for path in SOURCE.rglob("*.py") if path.name != "__main__.py" and path != SOURCE / "__init__.py"]
-    assert set(order) == {room_of(path) for path in files}, "the table of rooms in CONTRIBUTING.md"
+    assert set(order) == {part_of(path) for path in files}, "the table of parts in CONTRIBUTING.md"
     for path in files:
         for parts in filter(None, imported(path)):
             other = parts[0] if parts[0] in order else f"{parts[0]}/"
             if other in order:
-                assert order[other] <= order[room_of(path)], f"{name_of(path)} imports {other}, which is below it"
+                assert order[other] <= order[part_of(path)], f"{name_of(path)} imports {other}, which is below it"
 
 
-def test_modules_of_a_room_do_not_import_each_other_in_a_circle() -> None:
+def test_modules_of_a_part_do_not_import_each_other_in_a_circle() -> None:
     graph = {}
     for path in SOURCE.rglob("*.py"):
         here = path.relative_to(SOURCE).with_suffix("").parts
