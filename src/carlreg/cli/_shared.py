@@ -26,7 +26,7 @@ def _set_level(context: typer.Context, parameter: typer.CallbackParam, value: bo
     """Set the log level as soon as --quiet or --verbose is parsed: a command only has to declare the two options."""
     if value:
         if context.params.get("verbose" if parameter.name == "quiet" else "quiet"):
-            raise typer.BadParameter("--quiet and --verbose exclude each other; give only one of them")
+            raise typer.BadParameter("--quiet and --verbose exclude each other; use only one of them")
         LOGGER.setLevel(logging.ERROR if parameter.name == "quiet" else logging.DEBUG)
     return value
 

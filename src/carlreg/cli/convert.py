@@ -38,7 +38,7 @@ def convert(
     ],
     reference: Reference = None,
     moving: Annotated[Path | None, typer.Option("--moving", "-m", help="The moving image, for Learn2Reg.")] = None,
-    part: Annotated[Part, typer.Option(help="Of a transform T(x) = A(x + u(x)), write T, A or x + u(x).")] = "whole",
+    part: Annotated[Part, typer.Option(help="Write all of T(x) = A(x + u(x)), or only A or x + u(x).")] = "whole",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

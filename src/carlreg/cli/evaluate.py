@@ -1,4 +1,4 @@
-"""`carl evaluate`: figures of one or more methods on the same pairs."""
+"""`carl evaluate`: scores of one or more methods on the same pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def evaluate(
     pairs: Annotated[
         Path | None,
-        typer.Argument(help="A CSV file of pairs, or a folder of results of `carl register`.", show_default=False),
+        typer.Argument(help="A CSV file of pairs, or a folder with results of `carl register`.", show_default=False),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -40,7 +40,9 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Register the pairs with this model.", show_default=False)] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="The pairs of a dataset of the paper: abdomen1k, dirlab, hcp, …", show_default=False),
+        typer.Option(
+            help="Use the pairs of one of the paper's datasets: abdomen1k, dirlab, hcp, …", show_default=False
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="The folder of that dataset.", show_default=False)] = None,
     preparation: Annotated[
@@ -50,12 +52,14 @@ def evaluate(
             "or as `carl register` would prepare them for the model."
         ),
     ] = "dataset",
-    labels: Annotated[str | None, typer.Option(help="Score only these labels: 1,2,6.", show_default=False)] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Score only these labels, for example 1,2,6.", show_default=False)
+    ] = None,
     allow_missing_labels: Annotated[
-        bool, typer.Option(help="Skip labels that only one map of a pair has, without counting it as a failure.")
+        bool, typer.Option(help="Skip labels that only one image of a pair has, instead of reporting a failure.")
     ] = False,
     io_iterations: Annotated[
-        int | None, typer.Option(help="Steps of instance optimisation, for models.", show_default=False)
+        int | None, typer.Option(help="Steps of instance optimisation when a model registers.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
     out: Annotated[
@@ -65,8 +69,7 @@ def evaluate(
     save: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in which models and baselines keep their results; a baseline is not run again where its "
-            "result exists.",
+            help="Folder for the results of models and baselines. A baseline is not run again if its result exists.",
             show_default=False,
         ),
     ] = None,

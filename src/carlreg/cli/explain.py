@@ -21,18 +21,24 @@ def explain(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for pictures, maps and report.json.")],
     point: Annotated[
         str | None,
-        typer.Option(help="A point of the fixed image, LPS mm: 12,-40.5,130. Default: its centre.", show_default=False),
+        typer.Option(
+            help="A point of the fixed image in LPS mm, for example 12,-40.5,130. By default its centre.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="A model's name or file.")] = "default",
     fixed_seg: Annotated[Path | None, typer.Option(help="Labels of the fixed image.", show_default=False)] = None,
     moving_seg: Annotated[
-        Path | None, typer.Option(help="Labels of the moving image: with both, a linear probe.", show_default=False)
+        Path | None,
+        typer.Option(help="Labels of the moving image. With both, a linear probe is trained.", show_default=False),
     ] = None,
-    labels: Annotated[str | None, typer.Option(help="Probe these labels only: 1,2,6.", show_default=False)] = None,
-    voxels: Annotated[int, typer.Option(help="How many random voxels' masks to draw.", min=1)] = 25,
+    labels: Annotated[
+        str | None, typer.Option(help="Probe only these labels, for example 1,2,6.", show_default=False)
+    ] = None,
+    voxels: Annotated[int, typer.Option(help="Number of random voxels whose masks are drawn.", min=1)] = 25,
     seed: Annotated[int, typer.Option(help="The same seed draws the same voxels.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, mps")] = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace the files of an earlier call.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
+    overwrite: Annotated[bool, typer.Option(help="Replace the files of an earlier run.")] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -96,5 +102,5 @@ def _point(text: str, dim: int) -> list[float]:
     except ValueError:
         numbers = []
     if len(numbers) != dim:
-        raise typer.BadParameter(f"--point is {text!r}; expected {dim} numbers: LPS millimetres, by commas")
+        raise typer.BadParameter(f"--point is {text!r}; expected {dim} numbers in LPS millimetres, separated by commas")
     return numbers

@@ -1,4 +1,4 @@
-"""`carl info`: what a file is."""
+"""`carl info`: describe a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def info(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say what a file or folder is."""
+    """Describe an image, a transform, a model or a result folder."""
     if not path.exists():
         raise InputError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
     from carlreg.cli.convert import is_transform
@@ -104,7 +104,7 @@ def _transform(path: Path) -> dict[str, Any]:
 
 
 def model_facts(path: Path) -> dict[str, Any]:
-    """What a model file says of itself, its size and its checksum."""
+    """A model file's metadata, size and checksum."""
     from carlreg.files.checksums import sha256
     from carlreg.model.files import read_metadata
 

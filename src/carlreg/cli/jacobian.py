@@ -30,10 +30,10 @@ def jacobian(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write det ∇T on the fixed image's grid, and print the percentage that folds.
+    """Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds.
 
-    The determinant is above 1 where the moving image has more volume, below 1 where it has less, and below 0 where the
-    transform folds.
+    The determinant is above 1 where the anatomy is larger in the moving image, below 1 where it is smaller, and below
+    0 where the transform folds.
     """
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform

@@ -28,7 +28,7 @@ def _iterations(text: str) -> int | None:
         steps = -1
     if steps < 0:
         raise typer.BadParameter(
-            f"{text!r} is no number of steps; expected 0 or more, auto, or None", param_hint="--io-iterations"
+            f"{text!r} is not a number of steps; expected 0 or more, auto, or None", param_hint="--io-iterations"
         )
     return steps
 
@@ -47,7 +47,7 @@ Some = Path | None
 def register(
     *,
     inputs: PairInputs,
-    out: Annotated[Some, typer.Option("--out", "-o", help="The folder for all results; made if need be.")] = None,
+    out: Annotated[Some, typer.Option("--out", "-o", help="The folder for all results; created if needed.")] = None,
     pairs: Annotated[
         Some,
         typer.Option(
@@ -62,20 +62,20 @@ def register(
     model: Annotated[
         str,
         typer.Option(
-            help="A model of `carl models list`, or a model file. auto is the default model after a search for a "
-            "rotation between the scans: the moving one is then rotated back first."
+            help="A model from `carl models list`, or a model file. auto: the default model, after a search for a "
+            "rotation between the scans, which is undone first."
         ),
     ] = "default",
     options: RegisterOptions,
-    html: Annotated[bool, typer.Option(help="Write report.html, a page to look at the result.")] = True,
+    html: Annotated[bool, typer.Option(help="Write report.html, which shows the result in a browser.")] = True,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
 
-    The folder gets warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json, report.html, and
-    warped_seg.nii.gz if the moving image has labels.
+    Writes warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json and report.html to the folder
+    --out, and warped_seg.nii.gz if the moving image has labels.
     """
     alone = inputs.sources() | {"transform_out": transform_out, "warped_moving_out": warped_moving_out}
     if pairs is not None:
@@ -84,12 +84,12 @@ def register(
             name = given[0].replace("_", "-")
             raise typer.BadParameter(f"--{name} was given with --pairs; expected it in the table of pairs")
         if out is None:
-            raise typer.BadParameter("--pairs was given without --out; expected a folder for the pairs' folders")
+            raise typer.BadParameter("--pairs was given without --out; expected a folder for the results")
         return _many(pairs, out, model, options, overwrite, html)
     if inputs.fixed is None or inputs.moving is None:
-        raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of them")
+        raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of pairs")
     if out is None and transform_out is None and warped_moving_out is None:
-        raise typer.BadParameter("nowhere to write to: expected --out, or --transform-out or --warped-moving-out")
+        raise typer.BadParameter("no output was given; expected --out, --transform-out or --warped-moving-out")
     if transform_out is not None:
         check_new(transform_out, overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
     if warped_moving_out is not None:

@@ -40,11 +40,11 @@ def train(
             "columns `fixed` and `moving`, one pair per row; or a folder of images."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run. An interrupted run in it is resumed.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the run. An interrupted run in it is resumed.")],
     settings: Settings,
     val: Annotated[
         Path | None,
-        typer.Option(help="Another CSV file or folder for validation.", rich_help_panel="Validation"),
+        typer.Option(help="A separate CSV file or folder for validation.", rich_help_panel="Validation"),
     ] = None,
     *,
     execution: Execution,
@@ -57,8 +57,8 @@ def train(
 ) -> None:
     """Train a network on your own images, or continue training one.
 
-    The run's folder gets best.safetensors, the model for `carl register --model`, and everything needed to resume the
-    run if it is interrupted: repeat the same command.
+    Writes best.safetensors, the model for `carl register --model`, to the folder --out. To resume an interrupted run,
+    repeat the same command.
     """
     from carlreg.training.distributed import ranks
     from carlreg.training.run import run

@@ -13,22 +13,24 @@ from carlreg.cli._shared import Quiet, Stopped, Verbose, message
 def view(
     folder: Annotated[Path, typer.Argument(help="Result folder of `carl register`.")],
     port: Annotated[int, typer.Option(help="Port to serve on. 0 means any free port.", min=0, max=65535)] = 0,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address; do not open a browser.")] = False,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Print the address, but do not open a browser.")
+    ] = False,
     trust: Annotated[
         bool,
         typer.Option(
             "--trust",
             help="Show input files even if their checksums differ from report.json, and follow links that lead out of "
-            "the folder. For folders that you made yourself.",
+            "the folder. Use it only for folders that you made yourself.",
         ),
     ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show a registration in the browser: fixed, moving and warped image, linked by the transform.
+    """Show a registration in the browser: fixed, moving and warped images, linked by the transform.
 
-    Click a point of the fixed image to see the matching point of the moving one. Labels and the change of volume can
-    be shown as overlays. The address works on this machine only, until Ctrl-C.
+    Click a point of the fixed image to see the matching point of the moving one. Labels and the local volume
+    change can be shown as overlays. The address works on this machine only, until you press Ctrl-C.
     """
     from carlreg.show import viewer
 

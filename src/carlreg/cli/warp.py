@@ -44,7 +44,7 @@ def warp(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Resample an image or a label map of the moving image on the grid of the fixed one, in its own data type."""
+    """Resample the moving image, or its labels, on the fixed image's grid. The data type is kept."""
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 

@@ -26,7 +26,7 @@ def warp_points(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Map points of one image to the other, in world millimetres.
+    """Map points from one image to the other, in world millimetres.
 
     Points of the fixed image go through the transform, points of the moving image through its inverse, which is
     computed at each point. Everything else in the file is kept.

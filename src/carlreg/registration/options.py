@@ -24,12 +24,12 @@ class PairInputs:
 
     fixed: Annotated[Any, "The fixed image: a file or a DICOM folder."]
     moving: Annotated[Any, "The moving image."]
-    fixed_mask: Annotated[Any, "Where the similarity is measured in the fixed image, on its own grid."] = None
-    moving_mask: Annotated[Any, "Where the similarity is measured in the moving image, on its own grid."] = None
-    fixed_seg: Annotated[Any, "Labels of the fixed image: scored, not used."] = None
-    moving_seg: Annotated[Any, "Labels of the moving image: warped and scored, not used."] = None
-    fixed_landmarks: Annotated[Any, "Landmarks of the fixed image: scored, not used."] = None
-    moving_landmarks: Annotated[Any, "The same landmarks in the moving image."] = None
+    fixed_mask: Annotated[Any, "Mask of the fixed image, on its grid: the similarity is measured inside it."] = None
+    moving_mask: Annotated[Any, "Mask of the moving image, on its grid: the similarity is measured inside it."] = None
+    fixed_seg: Annotated[Any, "Labels of the fixed image, for scoring only."] = None
+    moving_seg: Annotated[Any, "Labels of the moving image, for scoring only; also written warped."] = None
+    fixed_landmarks: Annotated[Any, "Landmarks of the fixed image, for scoring only."] = None
+    moving_landmarks: Annotated[Any, "The same landmarks in the moving image, in the same order."] = None
     initial_transform: Annotated[Any, "An initial transform from fixed to moving points."] = None
 
     def __post_init__(self) -> None:
@@ -54,13 +54,18 @@ class RegisterOptions:
         "Steps of instance optimisation; 0 skips it. By default 50 when optimising the weights; 20 when optimising "
         "the fields, and three times as many on each of two coarser grids; none for rigid and affine transforms.",
     ] = None
-    io_sim: Annotated[SimilarityName | Callable[..., Any], "The similarity that is optimised."] = "lncc"
+    io_sim: Annotated[
+        SimilarityName | Callable[..., Any],
+        "The similarity measure to optimise; mind is for scans of different modality.",
+    ] = "lncc"
     optimize: Annotated[
-        Optimize, "Optimise the network's weights, as in the paper, or the fields. auto: the weights on a GPU only."
+        Optimize,
+        "Optimise the network's weights, as in the paper, or the displacement fields. auto: the weights on an "
+        "NVIDIA GPU, otherwise the fields.",
     ] = "auto"
     regularity: Annotated[
         float | None,
-        "The weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields.",
+        "Weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields.",
     ] = None
     fit_source: Annotated[
         FitSource, "Fit rigid and affine transforms to the network's dense result, or to its attention alone."
@@ -72,7 +77,7 @@ class RegisterOptions:
         bool | None, "Show in report.html how certain the network is of its matches. By default only on a GPU."
     ] = None
     device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps."] = "auto"
-    seed: Annotated[int, "The same seed gives the same result."] = 0
+    seed: Annotated[int, "Random seed: the same seed gives the same result."] = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("transform", TransformKind), ("optimize", Optimize), ("fit_source", FitSource)):

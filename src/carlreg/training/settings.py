@@ -33,12 +33,12 @@ class Settings:
         "carl, carl_rot, gradicon or xi for a new network; carl-base, carl-rot or a model file to continue from.",
         NETWORK,
     ] = "carl"
-    size: Annotated[Size, "Size of a new network; small is that of carl-base.", NETWORK] = "small"
-    width: Annotated[int | None, "Channels of a new network's encoder. By default those of its size.", NETWORK] = None
+    size: Annotated[Size, "Size of a new network; small is the size of carl-base.", NETWORK] = "small"
+    width: Annotated[int | None, "Channels of a new network's encoder. By default set by --size.", NETWORK] = None
     handed: Annotated[
         int | None,
-        "Determinants in the encoder of a new carl_rot, which distinguish left from right, for example 16. The paper "
-        "has none.",
+        "Number of determinant features in the encoder of a new carl_rot, for example 16. They distinguish left from "
+        "right; the paper has none.",
         NETWORK,
     ] = None
     grid: Annotated[
@@ -57,24 +57,26 @@ class Settings:
     batch: Annotated[int, "Pairs per step, over all devices.", SCHEDULE] = 4
     diffusion_steps: Annotated[
         int | None,
-        "Steps with the diffusion regulariser, which come first. By default 1500 for a new network, 4500 if it learns "
-        "rotations, 0 for a trained one.",
+        "Steps of the first stage, with the diffusion regulariser. By default 1500 for a new network, 4500 if it "
+        "learns rotations, 0 for a trained one.",
         SCHEDULE,
     ] = None
-    steps: Annotated[int, "Steps with GradICON.", SCHEDULE] = 50_000
-    refine_steps: Annotated[int, "Further steps with one more refinement.", SCHEDULE] = 0
+    steps: Annotated[int, "Steps of the main stage, with the GradICON regulariser.", SCHEDULE] = 50_000
+    refine_steps: Annotated[int, "Steps of a last stage, with one more refinement network.", SCHEDULE] = 0
     rate: Annotated[float, "Learning rate.", SCHEDULE] = 1e-4
-    final_rate: Annotated[float | None, "Final learning rate of a half-cosine decay.", SCHEDULE] = None
+    final_rate: Annotated[
+        float | None, "Final learning rate, reached by cosine decay. By default the rate is constant.", SCHEDULE
+    ] = None
     regularity: Annotated[float, "Weight λ of the regulariser.", SCHEDULE] = 1.5
-    similarity: Annotated[SimilarityName, "Similarity of the images.", SCHEDULE] = "lncc"
+    similarity: Annotated[SimilarityName, "Similarity measure in the loss.", SCHEDULE] = "lncc"
     label_weight: Annotated[
-        float, "Weight of the overlap of the training images' labels. The paper trains without labels.", SCHEDULE
+        float, "Weight of label overlap (1 − Dice) in the loss. The paper trains without labels.", SCHEDULE
     ] = 0.0
-    freeze_batch_norm: Annotated[bool, "Keep the statistics of BatchNorm.", SCHEDULE] = False
-    seed: Annotated[int, "The same seed gives the same run.", SCHEDULE] = 0
-    affine_noise: Annotated[float, "Size of the random affine map of each image; 0 for none.", AUGMENTATION] = 0.05
-    flips: Annotated[bool, "Mirror both images of a pair alike.", AUGMENTATION] = True
-    permutations: Annotated[bool, "Permute the axes of both images alike.", AUGMENTATION] = False
+    freeze_batch_norm: Annotated[bool, "Keep BatchNorm's statistics fixed, for small batches.", SCHEDULE] = False
+    seed: Annotated[int, "Random seed: the same seed gives the same run.", SCHEDULE] = 0
+    affine_noise: Annotated[float, "Strength of each image's random affine map; 0 for none.", AUGMENTATION] = 0.05
+    flips: Annotated[bool, "Mirror random axes, the same in both images.", AUGMENTATION] = True
+    permutations: Annotated[bool, "Permute axes at random, the same in both images.", AUGMENTATION] = False
     rotate: Annotated[
         bool | None,
         "Rotate both images by random angles, and rotate the result back before the loss. By default only for "
@@ -83,14 +85,14 @@ class Settings:
     ] = None
     validation_fraction: Annotated[
         float | None,
-        "Share of the images that is kept for validation, 0 for none. By default 0.1 if there is no split.",
+        "Fraction of the images to keep for validation; 0 for none. By default 0.1 if there is no split.",
         VALIDATION,
     ] = None
     validation_pairs: Annotated[int, "Maximum number of validation pairs.", VALIDATION] = 20
     validate_every: Annotated[int, "Steps between validations.", VALIDATION] = 500
     save_every: Annotated[int, "Steps between checkpoints.", EXECUTION] = 500
-    log_every: Annotated[int, "Steps between lines of the log.", EXECUTION] = 20
-    precision: Annotated[PrecisionName, "Precision of the network. auto: bfloat16 on GPUs that have it.", EXECUTION] = (
+    log_every: Annotated[int, "Steps between log lines.", EXECUTION] = 20
+    precision: Annotated[PrecisionName, "Precision of the network. auto: bfloat16 if the GPU has it.", EXECUTION] = (
         "auto"
     )
 
@@ -157,14 +159,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Execution:
-    """Where a run is executed, and for how long. Does not change what it learns."""
+    """Where and for how long a run is executed. This does not change what it learns."""
 
-    seconds: Annotated[float | None, "Stop after this time, with a checkpoint.", EXECUTION] = None
+    seconds: Annotated[float | None, "Write a checkpoint and stop after this many seconds.", EXECUTION] = None
     device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps.", EXECUTION] = "auto"
-    devices: Annotated[int, "GPUs (or CPU processes) per machine.", EXECUTION] = 1
-    nodes: Annotated[int, "Machines.", EXECUTION] = 1
+    devices: Annotated[int, "Number of GPUs (or CPU processes) per machine.", EXECUTION] = 1
+    nodes: Annotated[int, "Number of machines.", EXECUTION] = 1
     cache: Annotated[Path | None, "Folder for prepared images. By default ~/.cache/carlreg on Linux.", EXECUTION] = None
-    tensorboard: Annotated[bool | None, "Log to TensorBoard. By default if it is installed.", EXECUTION] = None
+    tensorboard: Annotated[bool | None, "Log to TensorBoard. By default on if it is installed.", EXECUTION] = None
 
     def __post_init__(self) -> None:
         _check_least("seconds", self.seconds, 0)
