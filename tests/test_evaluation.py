@@ -252,12 +252,12 @@ def corrupt(folder: Path, what: str) -> dict[str, str]:
     [
         ("missing label", "label 2 is missing from the moving labels"),
         ("no label file", "nowhere.nii.gz does not exist"),
-        ("one side", "labels on one side only, not for the moving image"),
-        ("outside", "1 moving landmarks lie outside of the image, the first, number 2,"),
+        ("one side", "labels are missing for the moving image"),
+        ("outside", "1 moving landmarks lie outside the image, the first of them (number 2) at"),
         ("number", "3 fixed and 2 moving landmarks"),
         ("wrong size", "has 10 × 20 × 16 voxels; expected 24 × 20 × 16"),
         ("small transform", "do not cover the fixed image"),
-        ("no result", "no result was given"),
+        ("no result", "this pair has no result"),
         ("twice", "listed twice"),
     ],
 )

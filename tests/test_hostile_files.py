@@ -187,7 +187,7 @@ def test_voxels_outside_of_the_images_folder_are_refused(tmp_path: Path, capsys:
     (tmp_path / "open" / "link.raw").symlink_to(secret)
     name, header = DETACHED[case](secret)
     (tmp_path / "open" / name).write_text(header)
-    refused(capsys, tmp_path / "open" / name, "outside of its own folder")
+    refused(capsys, tmp_path / "open" / name, "outside its own folder")
 
 
 def test_voxels_beside_the_header_are_read(tmp_path: Path, capsys: Err) -> None:

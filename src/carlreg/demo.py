@@ -1,7 +1,7 @@
 """A registration to look at, with nothing to download: two synthetic patients whose true correspondence is known.
 
-Their fields of view differ by a third of the image, so that a third of each shows what the other does not. Then the
-same with one image shifted, which should shift the answer and change nothing else.
+Their fields of view differ by a third of the image, so that a third of each shows what the other does not. The
+pair is registered again with one image shifted, which should shift the result and change nothing else.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pair:
 
     @functools.cached_property
     def common(self) -> npt.NDArray[np.bool_]:
-        """Which voxels of the fixed image the moving one shows too; where edges lie, to a voxel."""
+        """Which voxels of the fixed image the moving one shows too, accurate to a voxel at the edges."""
         step = 4  # the truth is smooth and costs time
         axes = [np.arange(0, n + step, step) for n in self.fixed.shape]
         points = map_points(self.fixed.affine, np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1))
@@ -88,7 +88,7 @@ class Pair:
     def score(self, transform: PointMap) -> dict[str, Any]:
         """Dice of each structure and distance from the truth in mm, where the moving image shows what the fixed does.
 
-        What lies beyond the moving image's edge has no counterpart there that could be found.
+        Points beyond the moving image's edge have no counterpart to be found.
         """
         here = self.fixed_labels.data * self.common
         there = world_transform.apply(transform, self.moving_labels, self.fixed, "nearest").data * self.common
@@ -112,11 +112,11 @@ class Pair:
 def make_pair(seed: int = 0, size: int = 128, *, shift: tuple[float, float, float] = (0, 0, 0)) -> Pair:
     """Two patients in frames of size × size × ¾ size voxels, of which the moving one is a third higher up.
 
-    Both frames are centred at the origin of the world, as if headers said nothing. `shift` moves the moving patient
+    Both frames are centred at the world origin, so the headers give no hint. `shift` moves the moving patient
     inside their frame, in mm.
     """
     if size < 16:
-        raise InputError(f"size is {size}; expected at least 16 voxels from side to side")
+        raise InputError(f"size is {size}; expected a width of at least 16 voxels")
     shape, spacing = (size, size, 3 * size // 4), WIDTH / size
     third = shape[2] * spacing / 3
     fixed = patient(2 * seed).moved((0, 0, third / 2 - MIDDLE))
@@ -187,7 +187,7 @@ def run(
 
 
 def _moved_along(pairs: dict[str, Pair], answers: dict[str, Registration]) -> dict[str, Any]:
-    """How much the answer moved when the moving image did, on average over organs that both images show."""
+    """How far the result moved with the moving image, averaged over organs that both images show."""
     points = pairs["pair"].landmarks()
     points = points[pairs["shifted"].shown(points)]
     moved = answers["shifted"].transform(points) - answers["pair"].transform(points)

@@ -1,7 +1,7 @@
-"""A look inside a trained network: where each point's attention lies, how sure it is, and what the features know.
+"""A look inside a trained network: where each point attends, how certain it is, and what the features encode.
 
 Ξθ sees both images pooled, and keys of the moving image padded beyond its border; `Inside` holds what it sees. Masks
-and maps come as images with a place in the world, so that any viewer lays them over the scans.
+and maps are images with world coordinates, so that any viewer can overlay them on the scans.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class Inside:
         return Grid.of(self.moving_level.shape).pad(self.xi.padding)
 
     def masks(self, voxels: Sequence[Sequence[int]]) -> Tensor:
-        """The attention of fixed voxels (N indices): (N, *padded shape), each with the sum 1."""
+        """The attention of fixed voxels (N indices): (N, *padded shape), each normalised to sum to 1."""
         queries = self.fixed_features[0].movedim(0, -1)[tuple(torch.tensor(voxels).T)]
         logits = queries.double() @ as_vectors(self.moving_features)[0].double().mT
         return logits.softmax(dim=-1).reshape(len(queries), *self.keys.shape)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Of every fixed voxel's attention: mean (*shape, D) and covariance (*shape, D, D), in the unit coordinates of
+        """Mean (*shape, D) and covariance (*shape, D, D) of every fixed voxel's attention, in the unit coordinates of
         the pooled moving image."""
         shape, dim = self.fixed_level.shape, len(self.fixed_level.shape)
         mean, covariance = attention_moments(
@@ -145,12 +145,12 @@ class Explanation:
         return self.moving.unit_to_world() @ self.inside.moving_level.index_to_unit(self.inside.xi.padding)
 
     def mask(self, voxel: Sequence[int]) -> Image:
-        """A fixed voxel's attention on the moving image's padded grid, with the sum 1."""
+        """A fixed voxel's attention on the moving image's padded grid, normalised to sum to 1."""
         return Image(self.inside.masks([voxel])[0].float().cpu().numpy(), self.moving_lattice(), "attention")
 
     def match(self, mask: Image) -> tuple[Matrix, float]:
-        """A mask's centre of mass, a world point of the moving image, and its spread in mm: the root of the mean
-        squared distance from there."""
+        """A mask's centre of mass, in world coordinates of the moving image, and its spread: the root mean square
+        distance from it, in mm."""
         weights = mask.data.astype(np.float64) / mask.data.sum(dtype=np.float64)
         index = np.stack(np.meshgrid(*(np.arange(n) for n in mask.shape), indexing="ij"), axis=-1)
         world = map_points(mask.affine, index)
@@ -191,7 +191,7 @@ def explain(
     place = choose_device(device)
     loaded = load_model(model, place)
     if loaded.searches_rotation:
-        raise InputError("model is 'auto', which is no model by itself; expected carl-base, or another model")
+        raise InputError("model is 'auto', which is not a model of its own; expected carl-base, or another model")
     f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, place)
     return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)
 
@@ -206,8 +206,8 @@ class Probe:
     labels: tuple[int, ...]
     weights: Tensor  # (C + 1, number of labels)
     thresholds: Tensor  # (number of labels,)
-    """Heat above which a voxel counts as the structure: those of the best Dice where the probe was trained. Small
-    structures answer weakly, since nearly all voxels ask for 0."""
+    """Heat above which a voxel belongs to a structure, chosen for the best Dice on the training image. They differ,
+    because the least-squares fit gives small structures low heat."""
 
     @classmethod
     def fit(cls, features: Tensor, labels: Tensor, wanted: Sequence[int], *, ridge: float = 1e-6) -> Probe:
@@ -225,7 +225,7 @@ class Probe:
         )
 
     def heat(self, features: Tensor) -> Tensor:
-        """How much each structure's direction answers, (number of labels, *shape)."""
+        """The probe's output for each structure, (number of labels, *shape)."""
         return (_with_one(features) @ self.weights).mT.reshape(-1, *features.shape[2:])
 
     def segment(self, features: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Probe:
 
 
 def _best_threshold(heat: Tensor, target: Tensor) -> Tensor:
-    """Of all thresholds the one with the best Dice: 2 |A ∩ B| / (|A| + |B|) for the k hottest voxels, for every k."""
+    """The threshold with the best Dice, 2 |A ∩ B| / (|A| + |B|), over the k hottest voxels for every k."""
     order = heat.argsort(descending=True)
     inside = target[order].cumsum(0)
     scores = 2 * inside / (torch.arange(1, len(heat) + 1).to(heat) + target.sum())
@@ -255,7 +255,7 @@ def encode(xi: CoordinateAttention, image: Tensor) -> Tensor:
 def probe(
     seen: Explanation, moving_labels: Image, fixed_labels: Image, wanted: Sequence[int] | None = None
 ) -> tuple[Probe, Tensor, dict[int, float]]:
-    """Train a probe on the moving image's features, and try it on the fixed one's: the probe, its heat there, and the
+    """Train a probe on the moving image's features and apply it to the fixed one's: the probe, its heat there, and the
     Dice of its segmentation, on the grid that Ξθ sees."""
     inside = seen.inside
     maps = [
@@ -265,7 +265,7 @@ def probe(
     if wanted is None:
         wanted = sorted({int(n) for n in maps[0].unique()} & {int(n) for n in maps[1].unique()} - {0})
     if not len(wanted):
-        raise InputError("the two label maps have no label in common; expected some to train a probe on")
+        raise InputError("the two label maps have no label in common; expected at least one to train a probe on")
     trained = Probe.fit(encode(inside.xi, inside.moving).cpu(), maps[0], wanted)
     features = encode(inside.xi, inside.fixed).cpu()
     return trained, trained.heat(features), dice(trained.segment(features), maps[1], list(wanted))

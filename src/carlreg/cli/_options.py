@@ -1,4 +1,4 @@
-"""Command-line options made of dataclasses: a default and a help text are written once, beside their field."""
+"""Command-line options built from dataclasses: a default and a help text are written once, beside their field."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FIGURES = {
 
 @dataclass
 class Scores:
-    """The figures of one pair and one method; NaN where there was nothing to measure."""
+    """The scores of one method on one pair; NaN where there was nothing to measure."""
 
     method: str
     pair: str
@@ -51,7 +51,7 @@ class Scores:
 
     @contextmanager
     def noting_failures(self, prefix: str = "") -> Iterator[None]:
-        """Keep the message of an error that a user can act on, and go on; a bug is raised."""
+        """Record the message of an error that a user can act on, and continue; raise anything else, which is a bug."""
         try:
             yield
         except Exception as error:
@@ -145,7 +145,7 @@ def _score_landmarks(
     of_fixed, of_moving = dataset.read_landmarks(files[0], fixed), dataset.read_landmarks(files[1], moving)
     if len(of_fixed) != len(of_moving):
         counts = f"{len(of_fixed)} fixed and {len(of_moving)} moving landmarks"
-        raise InputError(f"there are {counts}; expected as many, in the same order")
+        raise InputError(f"there are {counts}; expected the same number, in the same order")
     _check_inside("fixed", of_fixed, fixed)
     _check_inside("moving", of_moving, moving)
     errors = np.linalg.norm(transform(of_fixed) - of_moving, axis=-1)
@@ -159,7 +159,7 @@ def _both(what: str, fixed: Path | None, moving: Path | None) -> tuple[Path, Pat
         return None
     if fixed is None or moving is None:
         side = "fixed" if fixed is None else "moving"
-        raise InputError(f"there are {what} on one side only, not for the {side} image; expected both or none")
+        raise InputError(f"{what} are missing for the {side} image; expected them for both images, or for neither")
     return fixed, moving
 
 
@@ -168,7 +168,7 @@ def _check_inside(side: str, points: Matrix, image: Image) -> None:
     if outside.any():
         first = int(np.flatnonzero(outside)[0])
         raise InputError(
-            f"{int(outside.sum())} {side} landmarks lie outside of the image, the first, number {first + 1}, at "
+            f"{int(outside.sum())} {side} landmarks lie outside the image, the first of them (number {first + 1}) at "
             f"({', '.join(f'{x:.1f}' for x in points[first])}) mm; expected LPS millimetres"
         )
 

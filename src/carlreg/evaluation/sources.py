@@ -32,7 +32,7 @@ WorldMap = WorldTransform | ItkTransform
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a method made of a pair: T from fixed to moving world points, and what it took."""
+    """A method's result for a pair: T from fixed to moving world points, with time and memory."""
 
     transform: WorldMap
     inverse: PointMap | None = None
@@ -58,7 +58,7 @@ def identity(pair: Pair, fixed: Image, moving: Image) -> Result:
 def listed(pair: Pair, fixed: Image, moving: Image) -> Result:
     """The files in the pair's columns `transform` and `inverse`."""
     if not pair.transform:
-        raise InputError("no result was given; expected its file in the column 'transform'")
+        raise InputError("this pair has no result; expected its file in the column 'transform'")
     return _from_files(pair.transform, pair.inverse, fixed, moving)
 
 
@@ -133,7 +133,7 @@ def image_files(pair: Pair) -> tuple[str, str]:
 
 
 def _find_files(own: Path, root: Path, pair: Pair) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of T and of its inverse, none if there is no result."""
+    """The files of T and of its inverse; empty if there is no result."""
     ids = "_".join(re.sub(r"^\D+_?|_0000$", "", stem(path)) for path in (pair.fixed, pair.moving))
     candidates = [
         ([own / TRANSFORM], [own / INVERSE]),
@@ -196,7 +196,7 @@ def read_result(files: Sequence[Path], fixed: Image) -> WorldMap:
 
 def _check_dim(transform: WorldMap, path: Path, image: Image) -> None:
     if transform.dim != image.dim:
-        raise InputError(f"{path} is a {transform.dim}-D transform for {image.dim}-D images; expected the same")
+        raise InputError(f"{path} is a {transform.dim}-D transform but the images are {image.dim}-D; expected the same")
 
 
 def _check_cover(transform: WorldTransform, path: Path, fixed: Image) -> None:

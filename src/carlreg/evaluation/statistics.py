@@ -20,9 +20,9 @@ class Comparison:
     pairs: int
     mean_difference: float
     interval: tuple[float, float]
-    """95 %, by bootstrap over pairs."""
+    """95 % confidence interval, by bootstrap over pairs."""
     p: float
-    """Of a two-sided test that flips the signs of the differences."""
+    """p-value of a two-sided sign-flip permutation test of the differences."""
     won: int
     """The number of pairs on which the first method is better."""
 

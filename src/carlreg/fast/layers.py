@@ -86,7 +86,7 @@ def convolve(layer: Any, features: Tensor, *, add: Tensor | None = None, relu: b
 
 
 def convolve_patches(features: Tensor, weight: Tensor) -> Tensor:
-    """A convolution of kernel 3, without bias, as one matrix product: a row is a voxel's neighbourhood."""
+    """A convolution of kernel 3 without bias, as one matrix product whose rows are voxel neighbourhoods."""
     dim = features.dim() - 2
     neighbours = F.pad(features, (1, 1) * dim)
     for axis in range(2, dim + 2):
@@ -124,7 +124,7 @@ def convolve_groups(layer: Any, features: Tensor, size: int = 4) -> Tensor:
 
 @functools.cache
 def _taps_of_groups(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1 where a tap leads from one voxel of a group to a voxel of the group before it, of its own or the one after."""
+    """1 where a tap leads from a voxel of a group to a voxel of the previous, the same or the next group."""
     taps = torch.zeros(3, size, size, 3)
     for voxel, tap in itertools.product(range(size), range(3)):
         group, neighbour = divmod(voxel + tap - 1, size)

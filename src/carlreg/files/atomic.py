@@ -97,7 +97,7 @@ def _exchange(staging: Path, target: Path, names: Collection[str], staged: Colle
 
 
 def _recover(staging: Path, target: Path, last: str) -> None:
-    """End an exchange that was broken off: bring the old files back or, if a whole result was gone, the new ones in."""
+    """Finish an interrupted exchange: restore the old files, or move the new ones in if the old result was gone."""
     source = staging / (NEW if (staging / GONE / last).is_file() else OLD)
     if source.exists():
         _move(source, target, sorted(os.listdir(source), key=lambda name: name == last))
@@ -114,7 +114,7 @@ def refuse_existing(path: PathLike, overwrite: bool) -> None:
 def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
     """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten.
 
-    What a killed writer has left in the folder is brought in order first.
+    Leftovers of a killed writer in the folder are cleaned up first.
     """
     target = Path(folder)
     with suppress(OSError), _lock(target, wait=False) as locked:
@@ -126,7 +126,7 @@ def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
         raise ExistsError(f"{target} already holds {last}; choose another folder, or allow overwriting")
     above = next(one for one in (target, *target.absolute().parents) if one.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise OutputError(f"{target} cannot be written: no permission in {above}; choose a folder that you may write")
+        raise OutputError(f"{target} cannot be written: no permission in {above}; choose a writable folder")
     return target
 
 
@@ -164,7 +164,7 @@ def _start(name: str) -> str:
 
 
 def _sweep(folder: Path, name: str, last: str = "") -> None:
-    """Remove the staging folders of killed writers of `name`; what they were exchanging is restored."""
+    """Remove the staging folders of killed writers of `name`, and complete or undo their exchanges."""
     for leftover in folder.glob(f"{glob.escape(_start(name))}*{SUFFIX}"):
         with suppress(OSError), _lock(leftover, wait=False) as locked:
             if locked:
@@ -251,7 +251,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _raise_disk_error(temporary: Path) -> None:
-    """Raise what the disk answers to one more write to a file, if that fails."""
+    """Write to a file once more, to raise the disk's own error if there is one."""
     with open(temporary, "ab") as file:
         file.write(bytes(2**20))
         file.flush()

@@ -66,7 +66,7 @@ class Reader:
         return message
 
     def proceed(self, memory: int) -> None:
-        """Let the child read arrays of so many bytes."""
+        """Allow the child to read arrays of `memory` bytes in all."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its fate shows when the arrays are read
             self._process.stdin.write(f"{memory}\n".encode())
@@ -123,7 +123,7 @@ def _fate(process: subprocess.Popen[bytes]) -> str:
 
 
 def _refuse_detached(path: Path) -> None:
-    """Refuse headers that take their voxels from files outside of the image's own folder: those may be private."""
+    """Refuse headers that refer to voxel files outside the image's own folder: those may be private."""
     ending = path.suffix.lower()
     if ending not in (".mha", ".mhd", ".nrrd", ".nhdr") or not path.is_file():
         return
@@ -143,7 +143,7 @@ def _refuse_detached(path: Path) -> None:
             outside = [file for file in files if not file.resolve().is_relative_to(folder)]
             if outside:
                 raise ImageError(
-                    f"{path} takes its voxels from {name}, outside of its own folder; expected a file beside it: "
+                    f"{path} takes its voxels from {name}, outside its own folder; expected a file beside it: "
                     "copy it there, and change the header"
                 )
 

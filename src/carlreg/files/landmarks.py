@@ -1,7 +1,7 @@
 """Landmark files as world points in LPS millimetres: text (.csv, .tsv, .txt), and 3D Slicer's .fcsv and .mrk.json.
 
-A text file has a row for each point, its cells separated by commas, semicolons, tabs or blanks. A header says what the
-columns mean, in any order and among other columns:
+A text file has a row for each point, its cells separated by commas, semicolons, tabs or blanks. A header names the
+columns, in any order and among other columns:
 
 | header | meaning |
 |---|---|
@@ -57,7 +57,9 @@ class Points:
     def replaced(self, positions: Matrix) -> bytes:
         """The file's content with other positions (N, D), LPS."""
         if positions.shape != self.positions.shape:
-            raise PointsError(f"{positions.shape} points cannot replace {self.positions.shape}; expected as many")
+            raise PointsError(
+                f"{positions.shape} points cannot replace {self.positions.shape}; expected the same number"
+            )
         signed = positions * _sign(self.space, positions.shape[1])
         return (_json_bytes if self.ending == ".mrk.json" else _row_bytes)(self, signed)
 

@@ -45,7 +45,7 @@ COMPONENTS = {32: 2, 1792: 2, 128: 3, 2304: 4}
 VECTORS, DISPLACEMENTS = 1007, 1006
 """Codes of intent; ITK takes the latter to be in RAS."""
 MILLIMETRES = {1: 1000.0, 3: 0.001}
-"""In a metre and in a micrometre, by the code of the unit."""
+"""Millimetres in a metre and in a micrometre, by the code of the unit."""
 MOST_EXTENSIONS = 2**26
 """Bytes between the header and the voxels."""
 DEFLATE = 1040

@@ -100,7 +100,7 @@ class _Row:
         return Scan(self.required("image"), self.path("labels"), self.split())
 
     def pair(self) -> Pair:
-        """The pair; without a name of its own it is called MOVING_to_FIXED."""
+        """The row as a pair, by default named MOVING_to_FIXED."""
         files: dict[str, Any] = {name: self.path(name) for name in FILES}
         files |= {side: self.required(side) for side in SIDES}
         for name in RESULTS:
@@ -167,8 +167,8 @@ def _read_rows(path: Path, columns: Collection[str]) -> list[_Row]:
     for line, cells in rows:
         if any(cells[len(names) :]):
             raise InputError(
-                f"{path}, line {line}: {len(cells)} cells for {len(names)} columns; expected as many: put paths that "
-                "contain the separator in quotes"
+                f"{path}, line {line}: {len(cells)} cells for {len(names)} columns; expected the same number: put "
+                "paths that contain the separator in quotes"
             )
         filled = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
         found.append(_Row(path, line, {name: cell for name, cell in filled.items() if name in columns}))

@@ -85,7 +85,9 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
             raise TransformError(str(error)) from error
         header = read_header(temporary)
         if header.GetSize() != source.GetSize() or header.GetNumberOfComponents() != grid.dim:
-            raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz, say")
+            raise TransformError(
+                f"{path} was not written: its format cannot hold vectors; expected for example .nii.gz"
+            )
         shift = largest_shift(affine_of(header), grid)
         if shift > 0.01 * min(grid.spacing):
             raise TransformError(
@@ -117,7 +119,7 @@ def write_learn2reg(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One transform of a file of ITK's: its type and two vectors of numbers, which are empty for a composite."""
+    """One transform of an ITK file: its type and two vectors of numbers, which are empty for a composite."""
 
     kind: str
     parameters: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
@@ -222,7 +224,7 @@ def _matlab(part: _Part) -> bytes:
 
 
 def _write_itk(transform: Any, path: Path) -> None:
-    """Any transform of ITK's. SimpleITK does not report a full disk when it writes text."""
+    """Write any ITK transform. SimpleITK does not report a full disk when it writes text."""
     try:
         simpleitk().WriteTransform(transform, str(path))
         stored = simpleitk().ReadTransform(str(path))

@@ -48,8 +48,8 @@ class TransformError(InputError):
 class WorldTransform:
     """T(x) = A(x + u(x)), from fixed to moving world points (LPS, mm).
 
-    u is interpolated linearly between the points of its lattice. As in ITK, it is continued by its border values for
-    half a voxel, and is zero farther out, where T is A alone.
+    u is interpolated linearly between the points of its lattice. As in ITK, it is extrapolated by its border values for
+    half a voxel and is zero beyond that, where T is A alone.
 
     >>> T = read("transform.h5")
     >>> T(landmarks)  # (..., D) → (..., D)
@@ -99,7 +99,7 @@ class WorldTransform:
         return map_points(self.affine, points + np.where(self.covers(points)[..., None], self.continued(points), 0))
 
     def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
-        """Which world points (..., D) lie on the displacement's lattice, its outer half voxel included."""
+        """Which world points (..., D) lie inside the displacement's lattice, including its outer half voxel."""
         index = map_points(np.linalg.inv(self.lattice), points)
         inside = (index >= -0.5) & (index < np.array(self.displacement.shape[:-1]) - 0.5)
         return np.asarray(inside.all(axis=-1))

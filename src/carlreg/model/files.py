@@ -28,7 +28,7 @@ from carlreg.model.unet import UNet
 FORMAT = "carlreg-1"
 STEPS = (TwoStep, Downsample, PredictDisplacement, CoordinateAttention, ClosedFormXi)
 LATER = {"handed": 0}
-"""Arguments that older versions do not know, with the value that those imply: left out of files that have it."""
+"""Arguments that older versions do not have, with the value those imply. A file omits an argument with this value."""
 PARTS: dict[str, type[nn.Module]] = {part.__name__: part for part in (*STEPS, Encoder, Symmetrized, UNet)}
 
 

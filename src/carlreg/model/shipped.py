@@ -22,7 +22,7 @@ def available() -> list[str]:
 
 
 def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> RegistrationAlgorithm:
-    """Load a trained model of the package by name, in evaluation mode. docs/models.md describes them.
+    """Load a model that comes with the package by name, in evaluation mode. docs/models.md describes the models.
 
     The weights are for research use, because they were trained on data under CC BY-NC; `read_metadata` shows the terms.
     Pass `register` the name instead of the network, because the file also contains the grid and voxel size to use.

@@ -25,7 +25,7 @@ from carlreg.geometry.transforms import Transform
 
 
 def dice(first: Tensor, second: Tensor, labels: Sequence[int] | None = None) -> dict[int, float]:
-    """2 |A ∩ B| / (|A| + |B|) for each label; by default for all in either map but 0. NaN if neither map has the label.
+    """2 |A ∩ B| / (|A| + |B|) for each label, by default all labels in either map except 0. NaN if neither map has it.
 
     >>> scores = dice(warped_labels, fixed_labels)
     """

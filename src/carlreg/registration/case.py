@@ -53,7 +53,7 @@ class Case:
         )
 
     def warnings(self) -> list[str]:
-        """What is probably a mistake, though it can be registered."""
+        """Warnings about inputs that can be registered but are probably a mistake."""
         found = [
             f"the {name} image looks like a label map: expected a scan; labels are given as {name}_seg"
             for name, image in (("fixed", self.fixed), ("moving", self.moving))
@@ -82,7 +82,7 @@ class Case:
         moved = world_transform.apply(self.initial, self.moving, self.fixed, outside=float(self.moving.data.min()))
         if moved.data.min() == moved.data.max():
             raise InputError(
-                "the initial transform maps the fixed image outside of the moving one; expected a map from fixed to "
+                "the initial transform maps the fixed image outside the moving one; expected a map from fixed to "
                 "moving world points (LPS, mm): is it the inverse, or in RAS?"
             )
         return moved, None if mask is None else world_transform.apply(self.initial, mask, self.fixed, "nearest")

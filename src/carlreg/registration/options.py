@@ -1,4 +1,4 @@
-"""What a user asks of `register`: the inputs of a pair, and how to register it. Imports neither torch nor numpy.
+"""The request for `register`: the inputs of a pair, and how to register it. Imports neither torch nor numpy.
 
 The text beside each field is its documentation and the help of its command-line option.
 """
@@ -36,7 +36,7 @@ class PairInputs:
         if self.fixed_seg is not None and self.moving_seg is None:
             raise InputError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
         if (self.fixed_landmarks is None) != (self.moving_landmarks is None):
-            raise InputError("landmarks of one image only were given; expected those of both, in the same order")
+            raise InputError("landmarks were given for one image only; expected them for both, in the same order")
 
     def sources(self) -> dict[str, Any]:
         """The inputs that were given, by name."""

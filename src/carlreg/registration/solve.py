@@ -193,8 +193,8 @@ def _optimize(
 
 
 def _field_grids(pair: PreparedPair) -> tuple[list[int], list[int]]:
-    """The grids on which fields are optimised, of the moving and of the fixed image: the network's, or half of it if
-    that has as many voxels as each of the scans. A finer one would show nothing but interpolation."""
+    """The grids of the moving and of the fixed image on which fields are optimised: the network's, or half of it if
+    that has at least as many voxels as each scan. A finer grid would only add interpolated values."""
     both = pair.moving, pair.fixed
     halves = [[(n + 1) // 2 for n in image.tensor.shape[2:]] for image in both]
     enough = all(math.prod(image.sides) <= math.prod(half) for image, half in zip(both, halves, strict=True))

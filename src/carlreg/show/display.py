@@ -41,7 +41,7 @@ def grey_scale(image: Image, *, ct: bool | None = None) -> GreyScale:
 
 
 def display_grid(image: Image, voxels: int) -> Image:
-    """An empty image over the same box, of at most so many nearly cubic voxels, no finer than the finest axis."""
+    """An empty image over the same box, with at most `voxels` nearly cubic voxels, no finer than the finest axis."""
     extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]
     step = max(min(image.spacing), (math.prod(extent) / voxels) ** (1 / image.dim))
     while math.prod(shape := tuple(max(2, math.floor(e / step) + 1) for e in extent)) > voxels:

@@ -38,7 +38,7 @@ class Checkpoint:
     run: Mapping[str, Any]
     """Model, stages and seed: a run with others does not resume from here."""
     stage: int = 0
-    """Of the next step; the number of stages if all of them are finished."""
+    """Stage of the next step; the number of stages if all of them are finished."""
     step: int = 0
     skipped: int = 0
     best: float | None = None
