@@ -49,8 +49,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
             return describe(argument)
         return list(argument) if isinstance(argument, tuple) else argument
 
-    given = {p: value(getattr(module, p)) for p in inspect.signature(type(module)).parameters}
-    return {"part": name} | {p: argument for p, argument in given.items() if LATER.get(p, ...) != argument}
+    arguments = {p: value(getattr(module, p)) for p in inspect.signature(type(module)).parameters}
+    return {"part": name} | {p: argument for p, argument in arguments.items() if LATER.get(p, ...) != argument}
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
@@ -84,7 +84,7 @@ def save(
     tensors = {}
     for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{name} holds values that are not finite; the file was not written")
+            raise InputError(f"{name} has values that are not finite; the file was not written")
         narrow = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         # A variance, for example, may be too large for half floats.
         tensors[name] = (narrow if bool(torch.isfinite(narrow).all()) else tensor).contiguous().cpu()

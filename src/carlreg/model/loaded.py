@@ -74,26 +74,27 @@ def load_model(
 ) -> LoadedModel:
     """A model by name or file, or one in memory, on its device and in evaluation mode. A network that is passed in is
     not changed."""
-    place = choose_device(device)
+    device = choose_device(device)
     if isinstance(model, LoadedModel):
-        return replace(model, network=_ready(model.network, place))
+        return replace(model, network=_ready(model.network, device))
     if isinstance(model, RegistrationAlgorithm):
-        return LoadedModel(_ready(model, place), None, {"name": type(model).__name__})
+        return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
     if model == AUTO:
-        return replace(load_model(DEFAULT, place), searches_rotation=True)
+        return replace(load_model(DEFAULT, device), searches_rotation=True)
     path = find_model(model)
     about = read_metadata(path)
     grid = grid_of(about, path)
     provenance = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
     keeps_margins = about.get("view") == "whole"
-    return LoadedModel(load(path, device=place), grid or None, provenance, ct_range, voxel, keeps_margins=keeps_margins)
+    return LoadedModel(load(path, device=device), grid or None, provenance, ct_range, voxel, keeps_margins=keeps_margins)
 
 
 def _ready(network: RegistrationAlgorithm, device: torch.device) -> RegistrationAlgorithm:
     """The network on a device and in evaluation mode: itself if it is, otherwise a copy."""
-    here = all(p.device.type == device.type and device.index in (None, p.device.index) for p in network.parameters())
-    if here and not any(module.training for module in network.modules()):
+    devices = {p.device for p in network.parameters()}
+    on_device = all(d.type == device.type and device.index in (None, d.index) for d in devices)
+    if on_device and not any(module.training for module in network.modules()):
         return network
     return copy.deepcopy(network).to(device).eval()
 
