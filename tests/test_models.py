@@ -281,7 +281,7 @@ def test_values_too_large_for_half_floats_stay_as_they_are(tmp_path: Path) -> No
     for name, tensor in model.state_dict().items():
         assert torch.allclose(again[name].double(), tensor.double(), rtol=1e-3, atol=1e-4), name
     norm.running_var.fill_(torch.inf)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="running_var holds values that are not finite; the file was not written"):
+    with pytest.raises(ValueError, match="running_var has values that are not finite; the file was not written"):
         save(model, tmp_path / "other.safetensors", dtype=torch.float16)
     assert not (tmp_path / "other.safetensors").exists()
 

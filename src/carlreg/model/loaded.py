@@ -86,8 +86,8 @@ def load_model(
     grid = grid_of(about, path)
     provenance = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
     voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
-    keeps_margins = about.get("view") == "whole"
-    return LoadedModel(load(path, device=device), grid or None, provenance, ct_range, voxel, keeps_margins=keeps_margins)
+    network, whole = load(path, device=device), about.get("view") == "whole"
+    return LoadedModel(network, grid or None, provenance, ct_range, voxel, keeps_margins=whole)
 
 
 def _ready(network: RegistrationAlgorithm, device: torch.device) -> RegistrationAlgorithm:
