@@ -510,7 +510,7 @@ def test_validation_by_landmarks_and_by_similarity(tmp_path: Path) -> None:
     a, b = (p.image.float() / 255 for p in prepared)
     assert plain.score().merit == pytest.approx(-float(((a - b) ** 2).mean()), rel=1e-5)
     (tmp_path / "b.txt").write_text("6 5\n")
-    with pytest.raises(DatasetError, match=r"a\.csv has 2 landmarks and .*b\.txt has 1; expected as many"):
+    with pytest.raises(DatasetError, match=r"a\.csv has 2 landmarks and .*b\.txt has 1; expected the same number"):
         Validation(Cohort(cohort.cases, (pair,)), bare, device=CPU)
     (tmp_path / "b.txt").write_text("6 5\nhere 3\n")
     with pytest.raises(InputError, match=r"line 2: 'here 3' is not a point; expected 2 numbers"):

@@ -34,9 +34,9 @@ from carlreg.training.errors import DatasetError
 PREPARATION = 2
 """Version of the cached data: to be raised if this module, or `preparation`, computes something else."""
 LARGEST_SIDE = {2: 256, 3: 96}
-"""Of a grid that follows from the images, by dimension."""
+"""Largest side of a grid that is chosen from the images, by dimension."""
 SURVEYED = 20
-"""Number of images that a grid follows from."""
+"""Number of images that are inspected to choose a grid."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ class Team:
                     dist.broadcast(tensor.detach(), src=0)
 
     def as_leader(self, answer: bool, device: torch.device) -> bool:
-        """The leading process's answer to a question that each process could answer differently."""
+        """The leading process's value, for something that could differ between processes."""
         if self.size == 1:
             return answer
         flag = torch.tensor(answer, dtype=torch.int32, device=device)
@@ -91,7 +91,7 @@ class Team:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """Report the end of another process, of which PyTorch says no more than that its connection is closed."""
+    """Report the loss of another process, for which PyTorch only states that the connection was closed."""
     try:
         yield
     except RuntimeError as error:

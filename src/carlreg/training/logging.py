@@ -63,7 +63,7 @@ class Board:
 
 @torch.no_grad()
 def picture(moving: Tensor, fixed: Tensor, phi: Transform) -> Tensor:
-    """Moving, warped and fixed image and the deformed grid side by side, in the central slice: (1, H, W) from 0 to 1.
+    """Moving, warped and fixed images and the deformed grid side by side, in the central slice: (1, H, W) from 0 to 1.
 
     The grid is a lattice in the moving image's coordinates, warped like the image. 3-D images (1, 1, *shape) are cut at
     right angles to their last axis.

@@ -115,6 +115,7 @@ class Validation:
         moving, fixed = points
         if moving.shape != fixed.shape:
             raise DatasetError(
-                f"{files[0]} has {moving.shape[1]} landmarks and {files[1]} has {fixed.shape[1]}; expected as many"
+                f"{files[0]} has {moving.shape[1]} landmarks and {files[1]} has {fixed.shape[1]}; "
+                "expected the same number"
             )
         return moving, fixed
