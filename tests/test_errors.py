@@ -40,7 +40,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(typer, "echo", fail)
 
 
-@pytest.mark.parametrize("error", [TypeError, KeyError, IndexError, AttributeError, AssertionError, RuntimeError])
+@pytest.mark.parametrize(
+    "error", [TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError, RuntimeError]
+)
 def test_a_bug_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:

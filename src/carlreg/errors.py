@@ -31,10 +31,6 @@ class NotFiniteError(CarlError, FloatingPointError):
     """A loss or a result that became infinite or NaN."""
 
 
-NOT_YET_CONVERTED = (ValueError, ImportError)
-"""Built-in exceptions that some rooms still raise for user input. To be removed once all of them raise CarlError."""
-
-
 def user_message(error: BaseException) -> str | None:
     """One line for an error that a user can act on, or None for a bug.
 
@@ -45,7 +41,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror[0].lower() + error.strerror[1:]
         return reason if error.filename is None else f"{reason}: {error.filename}"
-    if isinstance(error, (CarlError, OSError, *NOT_YET_CONVERTED)):
+    if isinstance(error, (CarlError, OSError)):
         return text
     return f"out of memory: {text}" if _is_out_of_memory(error, text) else None
 
