@@ -118,7 +118,7 @@ class _Loader:
     def load(self) -> Scene:
         transform, inverse = (transform_files.read(self.result(name)) for name in (TRANSFORM, INVERSE))
         self.add("warped", self.result(WARPED), images.read(self.folder / WARPED))
-        inputs = _read_inputs(self.folder)
+        inputs = self.recorded_inputs()
         for side in ("fixed", "moving"):
             self.add_input(side, inputs.get(side, InputRecord()))
             self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", InputRecord()))
@@ -126,6 +126,13 @@ class _Loader:
             self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
         report = self.result(PAGE) if (self.folder / PAGE).is_file() else None
         return Scene(self.folder, self.images, self.names, tuple(self.notes), transform, inverse, report)
+
+    def recorded_inputs(self) -> Mapping[str, InputRecord]:
+        try:
+            return ResultFolder(self.folder).read_report().inputs
+        except InputError as error:
+            self.notes.append(str(error))
+            return {}
 
     def result(self, name: str) -> Path:
         """The path of one of the folder's own files."""
@@ -158,10 +165,10 @@ class _Loader:
             recorded = "" if entry.path is None else f", {entry.path!r},"
             self.notes.append(f"the {title}{recorded} {problem}")
 
-    def candidates(self, recorded: object, usual: str) -> list[Path]:
+    def candidates(self, recorded: str | None, usual: str) -> list[Path]:
         """Existing paths where an input may be: the recorded one, then its name or the usual one in the folder."""
         paths = [self.folder / usual]
-        if isinstance(recorded, str):
+        if recorded is not None:
             paths = [self.folder / recorded, self.folder / Path(recorded).name, *paths]
         # Even a look at a Windows share sends the user's credentials to its host.
         return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and os.path.exists(path)]
@@ -178,14 +185,6 @@ class _Loader:
                     self.notes.append(f"{str(path)!r} has changed since the registration")
                 return image
         raise InputError("report.json has another checksum or none; give --trust if you trust the folder")
-
-
-def _read_inputs(folder: Path) -> Mapping[str, InputRecord]:
-    """The report's entry of each input; empty if the report is missing or damaged."""
-    try:
-        return ResultFolder(folder).read_report().inputs
-    except InputError:
-        return {}
 
 
 def _voxel_checksum(image: Image) -> str:
