@@ -489,7 +489,7 @@ def test_auto_goes_on_from_a_first_guess(anatomy: tuple[torch.Tensor, torch.Tens
 
 
 def test_auto_cannot_be_explained(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match="no model by itself"):
+    with pytest.raises(ValueError, match="not a model of its own"):
         explain(fixed=in_ras(anatomy[1]), moving=in_ras(anatomy[0]), model="auto", device="cpu")
 
 
