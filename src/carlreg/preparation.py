@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,9 +74,18 @@ def preprocess(
         low, high = _percentiles(values)
         note = f"{low:g}…{high:g}, the {PERCENTILES[0]} and {PERCENTILES[1]} percentiles, scaled to 0…1"
         done = Preprocessing("percentiles", low, high, note)
-    wide = np.float64 if data.dtype.itemsize == 8 else np.float32
-    scaled = np.clip((data - wide(low)) / wide(high - low), 0, 1).astype(np.float32)
-    return torch.from_numpy(scaled)[None, None], done
+    return torch.from_numpy(_scaled(image, low, high))[None, None], done
+
+
+def _scaled(image: Image, low: float, high: float) -> npt.NDArray[np.float32]:
+    """Clip to low…high and scale to 0…1."""
+    if math.isinf(high - low):
+        raise ImageError(f"{image.name} has values from {low:g} to {high:g}; expected a smaller range: rescale it")
+    wide = np.float64 if image.data.dtype.itemsize == 8 or high - low > 1e38 else np.float32
+    with np.errstate(over="ignore"):  # outliers, which are clipped
+        scaled = image.data - wide(low)
+    scaled /= wide(high - low)
+    return np.clip(scaled, 0, 1, out=scaled).astype(np.float32, copy=False)
 
 
 def _percentiles(values: npt.NDArray[Any]) -> tuple[float, float]:

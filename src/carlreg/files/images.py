@@ -309,9 +309,9 @@ def write_sitk(source: Any, path: Path) -> None:
         simpleitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha"))
     array = simpleitk().GetArrayViewFromImage(source)
     if path.name.lower().endswith((".nii", ".nii.gz")):
-        whole = _count_bytes(path) == NIFTI_HEADER + array.nbytes
+        whole = count_bytes(path) == NIFTI_HEADER + array.nbytes
     elif path.suffix.lower() == ".nrrd":
-        whole = _count_bytes(path, header=True) == array.nbytes
+        whole = count_bytes(path, header=True) == array.nbytes
     else:
         with _reasons(path, "written"):
             stored = simpleitk().ReadImage(str(path))
@@ -321,7 +321,7 @@ def write_sitk(source: Any, path: Path) -> None:
         raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
 
-def _count_bytes(path: Path, *, header: bool = False) -> int:
+def count_bytes(path: Path, *, header: bool = False) -> int:
     """The uncompressed length of a file, without the text header that NRRD begins with; 0 if it is damaged."""
     with open(path, "rb") as file:
         while header and file.readline().strip():

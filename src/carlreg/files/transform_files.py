@@ -5,6 +5,7 @@ SimpleITK is imported where it is used.
 
 from __future__ import annotations
 
+import gzip
 import io
 import math
 import os
@@ -24,7 +25,7 @@ from carlreg.errors import DependencyError, InputError, OutputError
 from carlreg.files import isolated, nifti
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError, check_geometry, check_size
-from carlreg.files.images import Image, Matrix, PathLike, largest_shift, write_sitk
+from carlreg.files.images import NIFTI_HEADER, Image, Matrix, PathLike, count_bytes, largest_shift, write_sitk
 from carlreg.files.itk import affine_of, itk_order, read_header, reason, simpleitk, vector_image
 from carlreg.files.world_transform import (
     ItkTransform,
@@ -73,21 +74,20 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
 
     >>> write_warp(T, fixed, "warp.nii.gz")
     """
-    field = np.empty((*grid.shape, grid.dim), np.float32)
+    stored = np.empty((grid.dim, *grid.shape[::-1]), np.float32)  # as NIfTI has them: one component after the other
+    field = stored.transpose(*range(grid.dim, 0, -1), 0)
     for box, points in slabs(grid):
         field[box] = transform(points) - points
-    source = vector_image(field, grid.affine)
 
     def save(temporary: Path) -> None:
-        try:
-            write_sitk(source, temporary)
-        except ImageError as error:
-            raise TransformError(str(error)) from error
+        if nifti.is_nifti(temporary):
+            _write_nifti_vectors(stored, grid, temporary)
+        else:
+            with _as_transform_error(temporary):
+                write_sitk(vector_image(field, grid.affine), temporary)
         header = read_header(temporary)
-        if header.GetSize() != source.GetSize() or header.GetNumberOfComponents() != grid.dim:
-            raise TransformError(
-                f"{path} was not written: its format cannot hold vectors; expected for example .nii.gz"
-            )
+        if header.GetSize() != grid.shape or header.GetNumberOfComponents() != grid.dim:
+            raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz or .mha")
         shift = largest_shift(affine_of(header), grid)
         if shift > 0.01 * min(grid.spacing):
             raise TransformError(
@@ -95,6 +95,21 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
             )
 
     write_atomically(path, save, overwrite=overwrite)
+
+
+def _write_nifti_vectors(stored: npt.NDArray[np.float32], grid: Image, path: Path) -> None:
+    """Write vectors without a copy, behind the header that SimpleITK gives to a single one at the same place."""
+    single = path.with_name("header.nii")
+    simpleitk().WriteImage(vector_image(np.zeros((*(1,) * grid.dim, grid.dim), np.float32), grid.affine), str(single))
+    header = bytearray(single.read_bytes()[:NIFTI_HEADER])
+    struct.pack_into(f"<{grid.dim}h", header, 42, *grid.shape)
+    single.unlink()
+    with gzip.open(path, "wb", 6) if path.suffix == ".gz" else path.open("wb") as file:
+        file.write(header)
+        for part in stored.reshape(grid.dim * grid.shape[-1], -1):
+            file.write(part.data)
+    if count_bytes(path) != NIFTI_HEADER + stored.nbytes:
+        raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
 
 def write_learn2reg(

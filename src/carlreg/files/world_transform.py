@@ -32,7 +32,7 @@ Box = tuple[slice, ...]
 PointMap = Callable[[Matrix], Matrix]
 """World points (..., D) to world points (..., D): a WorldTransform, an ItkTransform, any function."""
 
-SLAB = 2**20
+SLAB = 2**19
 """Voxels computed at a time, so that large images need little memory beyond their own."""
 CHEAP = 10
 """Steps of the plain fixed-point iteration before Newton's method, when a transform is inverted."""
@@ -219,16 +219,16 @@ def compose_exactly(outer: PointMap, inner: PointMap) -> WorldTransform | None:
 
 
 def slabs(grid: Image) -> Iterator[tuple[Box, Matrix]]:
-    """The image's voxels, about a million at a time: the slices of a slab, and its world positions (..., D)."""
+    """The image's voxels, `SLAB` at a time: the slices of a slab, and its world positions (..., D)."""
     for box in _slab_boxes(grid):
         yield box, _voxel_positions(grid, box)
 
 
-def _slab_boxes(grid: Image) -> Iterator[Box]:
+def _slab_boxes(grid: Image, count: int = SLAB) -> Iterator[Box]:
     """Slabs across the last axis, which is the slowest in ITK's files, or across the longest if those are too large."""
     rows = grid.data.size // np.array(grid.shape)  # voxels in a slab of one row, for each axis
-    axis = grid.dim - 1 if rows[-1] <= SLAB else int(rows.argmin())
-    step = max(1, SLAB // int(rows[axis]))
+    axis = grid.dim - 1 if rows[-1] <= count else int(rows.argmin())
+    step = max(1, count // int(rows[axis]))
     box = [slice(0, n) for n in grid.shape]
     for start in range(0, grid.shape[axis], step):
         box[axis] = slice(start, min(start + step, grid.shape[axis]))
@@ -248,27 +248,29 @@ def _empty_field(grid: Image) -> Field:
 def _interpolate(values: npt.NDArray[Any], index: Tensor) -> Tensor:
     """(*shape, C) at fractional indices (N, D), linearly, continued by the border: (N, C) in the precision of `index`.
 
-    Only the box around the indices is converted to that precision. If it is much larger than their number, they are
-    split along its longest side.
+    Values of another type are converted only in the box around the indices. If it is much larger than their number,
+    they are split along its longest side.
     """
+    kind = np.dtype(np.float64 if index.dtype == torch.float64 else np.float32)
     if len(index) == 0:
         return index.new_empty(0, values.shape[-1])
-    sides, index = np.array(values.shape[:-1]), index.nan_to_num()
-    low, high = (
-        np.clip(edge.numpy(), 0, sides - 1).astype(int) for edge in (index.amin(0).floor(), index.amax(0).ceil())
-    )
+    if values.dtype == kind:
+        unit = index * torch.tensor(Grid.of(values.shape[:-1]).spacing, dtype=index.dtype)
+        return interpolate(torch.from_numpy(np.moveaxis(values, -1, 0))[None], unit[None])[0].mT
+    lowest, highest = index.aminmax(dim=0)
+    if not bool(torch.isfinite(highest - lowest).all()):
+        return _interpolate(values, index.nan_to_num(0, 1e30, -1e30))
+    last = np.array(values.shape[:-1]) - 1
+    low, high = (np.clip(edge.numpy(), 0, last).astype(int) for edge in (lowest.floor(), highest.ceil()))
     size = high - low + 1
-    if len(index) > 1 and math.prod(size.tolist()) > max(2**16, 8 * len(index)):
+    if math.prod(size.tolist()) > max(2**20, 8 * len(index)):
         order = index[:, int(size.argmax())].argsort()
         result = index.new_empty(len(index), values.shape[-1])
         for part in order.tensor_split(2):
             result[part] = _interpolate(values, index[part])
         return result
     box = values[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
-    kind = np.float64 if index.dtype == torch.float64 else np.float32
-    image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(box, -1, 0), dtype=kind))[None]
-    unit = (index - torch.from_numpy(low)) * torch.tensor(Grid.of(size.tolist()).spacing, dtype=index.dtype)
-    return interpolate(image, unit[None])[0].mT
+    return _interpolate(box.astype(kind), index - torch.from_numpy(low))
 
 
 def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
@@ -338,7 +340,7 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
     if min(grid.shape) < 2:
         raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
     world_to_index, result = np.linalg.inv(grid.affine), np.empty(grid.shape, np.float32)
-    for box in _slab_boxes(grid):
+    for box in _slab_boxes(grid, 2 * SLAB):  # neighbouring slabs overlap by two rows
         around = tuple(slice(max(b.start - 1, 0), min(b.stop + 1, n)) for b, n in zip(box, grid.shape, strict=True))
         moved = map_points(world_to_index, transform(_voxel_positions(grid, around)))
         # One more voxel at the border, continued straight, makes the central difference there a one-sided one.
