@@ -54,7 +54,8 @@ def in_a_process(*words: object, gigabytes: float = 3, seconds: int = 60) -> sub
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
     command = [sys.executable, "-m", "carlreg", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, preexec_fn=limit, check=False)
+    options = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "check": False}
+    return subprocess.run(command, timeout=seconds, preexec_fn=limit, **options)
 
 
 def refused_in_a_process(path: Path, *expected: str) -> None:
