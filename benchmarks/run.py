@@ -34,6 +34,7 @@ from carlreg.model.attention import coordinate_attention, reference_attention
 from carlreg.model.unet import UNet
 from carlreg.model.zoo import carl
 from carlreg.objective.losses import registration_loss
+from carlreg.training.batches import Batch
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
@@ -246,8 +247,8 @@ def measure_training_step(side: int, pairs: int) -> dict[str, Any]:
     model = trained_like(carl(refinements=2), side, "cuda").train()
     step = TrainingStep(model, Stage(1), device=moving.device)
     for _ in range(5):  # until the graph is captured
-        step(moving, fixed, 1e-4, seed=0)
-    return {"side": side, "pairs": pairs, "ms": milliseconds(lambda: step(moving, fixed, 1e-4, seed=0), 20)}
+        step(Batch(moving, fixed), 1e-4, seed=0)
+    return {"side": side, "pairs": pairs, "ms": milliseconds(lambda: step(Batch(moving, fixed), 1e-4, seed=0), 20)}
 
 
 def measure_side(side: int) -> dict[str, Any]:

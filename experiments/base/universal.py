@@ -250,7 +250,7 @@ def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: in
     for number in range(warm + count):
         if number == warm:
             began = clock()
-        runner(*batch[:2], 1e-6, number, batch[2:4], batch[4:6])  # type: ignore[arg-type]
+        runner(batch, 1e-6, number)
     alone = (clock() - began) / count
     for number in range(warm + count):
         if number == warm:

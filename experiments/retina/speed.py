@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from train import BATCH, NETWORKS, RATE  # type: ignore[import-not-found]
 
 from carlreg.files.atomic import write_atomically
+from carlreg.training.batches import Batch
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
@@ -44,7 +45,7 @@ class Runs:
     def go(self, step: TrainingStep, stream: torch.cuda.Stream, count: int) -> None:
         with torch.cuda.stream(stream):
             for n in range(count):
-                step(self.moving, self.fixed, RATE, seed=n)
+                step(Batch(self.moving, self.fixed), RATE, seed=n)
         stream.synchronize()
 
     def per_second(self, count: int) -> float:
@@ -61,9 +62,9 @@ def kernels(network: str, device: torch.device) -> dict[str, Any]:
         NETWORKS[network]().to(device).train(), Stage(1, learning_rate=RATE), device=device, graphs=False
     )
     for n in range(3):
-        step(runs.moving, runs.fixed, RATE, seed=n)
+        step(Batch(runs.moving, runs.fixed), RATE, seed=n)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step(runs.moving, runs.fixed, RATE, seed=3)
+        step(Batch(runs.moving, runs.fixed), RATE, seed=3)
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
     spent: dict[str, float] = {}

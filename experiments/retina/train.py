@@ -31,6 +31,7 @@ from carlreg.geometry.transforms import Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
 from carlreg.model.zoo import carl, gradicon, xi
+from carlreg.training.batches import Batch
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
@@ -86,7 +87,7 @@ class Run:
             for n in range(stage.steps):
                 with torch.cuda.stream(self.stream):
                     moving, fixed = self.pairs.at(next(batches))
-                    loss = step(moving, fixed, stage.rate(n), seed=(self.seed * 2 + number) * 10**6 + n)
+                    loss = step(Batch(moving, fixed), stage.rate(n), seed=(self.seed * 2 + number) * 10**6 + n)
                     if (n + 1) % 400 == 0 or n + 1 == stage.steps:
                         self.losses.append({"stage": number, "step": n + 1, **loss.floats()})
                 yield

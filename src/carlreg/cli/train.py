@@ -11,6 +11,7 @@ import typer
 
 from carlreg.cli._options import expand
 from carlreg.cli._shared import Quiet, Stopped, Verbose
+from carlreg.training.monitor import Monitor
 from carlreg.training.settings import Execution, Settings
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def train(
     display.report(f"the model is {model}")
 
 
-class _Display:
+class _Display(Monitor):
     """A progress bar on a terminal, lines elsewhere, nothing if quiet; all of it on stderr."""
 
     def __init__(self, quiet: bool) -> None:

@@ -28,12 +28,16 @@ class Batch(NamedTuple):
     fixed_target: Tensor | None = None
 
     @property
-    def labels(self) -> tuple[Tensor, Tensor] | None:
-        return _both(self.moving_labels, self.fixed_labels)
+    def compared(self) -> tuple[Tensor, Tensor]:
+        """The images that the loss compares."""
+        moving = self.moving if self.moving_target is None else self.moving_target
+        return moving, self.fixed if self.fixed_target is None else self.fixed_target
 
     @property
-    def targets(self) -> tuple[Tensor, Tensor] | None:
-        return _both(self.moving_target, self.fixed_target)
+    def labels(self) -> tuple[Tensor, Tensor] | None:
+        if self.moving_labels is None or self.fixed_labels is None:
+            return None
+        return self.moving_labels.float(), self.fixed_labels.float()
 
 
 Draw = Callable[[torch.Generator], tuple[Tensor | None, ...]]
@@ -101,7 +105,3 @@ class Batches:
         if len(drawn) not in (2, 4, 6):
             raise InputError(f"{len(drawn)} tensors were drawn; expected 2 images, then 2 label maps, then 2 targets")
         return Batch(*(None if part is None else part.to(self.device, non_blocking=True) for part in drawn))  # type: ignore[arg-type]
-
-
-def _both(moving: Tensor | None, fixed: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if moving is None or fixed is None else (moving, fixed)

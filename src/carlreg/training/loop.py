@@ -108,7 +108,9 @@ def train(
             team=team,
             seed=seed,
             validate=validate if team.leads else None,
-            every=_Intervals(log_every, validate_every, save_every),
+            validate_every=validate_every,
+            save_every=save_every,
+            log_every=log_every,
             precision=precision,
             graphs=graphs,
             start=time.monotonic(),
@@ -119,15 +121,6 @@ def train(
             freeze_batch_norm=freeze_batch_norm,
         )
         return run.train()
-
-
-@dataclass(frozen=True)
-class _Intervals:
-    """Steps between log lines, validations and checkpoints."""
-
-    log: int
-    validate: int
-    save: int
 
 
 @dataclass
@@ -142,7 +135,9 @@ class _Run:
     team: Team
     seed: int
     validate: Validate | None
-    every: _Intervals
+    validate_every: int
+    save_every: int
+    log_every: int
     precision: Precision
     graphs: bool | None
     start: float
@@ -184,22 +179,17 @@ class _Run:
             if self._time_is_up():
                 self._save(number, step, skipped, run_step)
                 return False
-            batch = batches.take(step)
-            if stage.label_weight and batch.labels is None:
-                count = sum(part is not None for part in batch)
-                raise InputError(f"{count} tensors were drawn; expected 4 for a stage with a label weight")
-            labels = batch.labels if stage.label_weight else None
-            loss = run_step(batch.moving, batch.fixed, stage.rate(step), seeds(step) + 1, labels, batch.targets)
+            loss = run_step(batches.take(step), stage.rate(step), seeds(step) + 1)
             if run_step.is_captured:
                 batches.draw_ahead(step + 1)
             done, last = step + 1, step + 1 == stage.steps
-            validates = self.validate is not None and (last or done % self.every.validate == 0)
-            if last or validates or done % self.every.log == 0:
+            validates = self.validate is not None and (last or done % self.validate_every == 0)
+            if last or validates or done % self.log_every == 0:
                 self._log(number, done, loss, skipped, run_step)
             if validates:
                 batches.wait()  # a validation may capture graphs of its own
                 self._validate(number, done)
-            if not last and done % self.every.save == 0:
+            if not last and done % self.save_every == 0:
                 self._save(number, done, skipped, run_step)
         self.at = replace(self.at, stage=number + 1, step=0, skipped=skipped + int(run_step.skipped), optimizer=None)
         self.folder.save(self.at, self.model, self.metadata)

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from carlreg.training.distributed import Team, check_batch, launch, ranks
 from carlreg.training.errors import DatasetError
 from carlreg.training.logging import Board, picture, plot_curves, wants_board
 from carlreg.training.loop import Progress, train
+from carlreg.training.monitor import Monitor
 from carlreg.training.pairs import TrainingPairs
 from carlreg.training.settings import Execution, Settings
 from carlreg.training.start import Start
@@ -35,34 +36,6 @@ from carlreg.training.validation import Validation, is_higher_better
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
-
-
-class Monitor(Protocol):
-    """Whoever shows a run to the user."""
-
-    def report(self, text: str) -> None: ...
-
-    def preparing(self, done: int, total: int) -> None:
-        """Images prepared."""
-
-    def begin(self, done: int, total: int) -> None:
-        """Training begins, after the steps of an earlier call."""
-
-    def progress(self, progress: Progress, step: int) -> None:
-        """`step` counts over all stages."""
-
-
-class Silent:
-    """A monitor that shows nothing."""
-
-    def report(self, text: str) -> None:
-        logger.info(text)
-
-    def preparing(self, done: int, total: int) -> None: ...
-
-    def begin(self, done: int, total: int) -> None: ...
-
-    def progress(self, progress: Progress, step: int) -> None: ...
 
 
 def run(
@@ -86,7 +59,7 @@ def run(
     device = choose_device(execution.device)
     rank, local_rank, size = ranks(execution.devices, execution.nodes)
     check_batch(settings.batch, size)
-    monitor = monitor if monitor is not None and rank == 0 else Silent()
+    monitor = monitor if monitor is not None and rank == 0 else Monitor()
     with_board = wants_board(execution.tensorboard) and rank == 0
     # One process of each machine prepares the images, before it joins the others. They take them from the cache.
     plan = _Plan.make(data, val, settings, execution.cache, monitor) if local_rank == 0 else None

@@ -17,9 +17,12 @@ from carlreg.geometry.transforms import Affine
 from carlreg.model.algorithms import Augmented, RegistrationAlgorithm
 from carlreg.model.zoo import first_step
 from carlreg.objective.losses import Loss, registration_loss
+from carlreg.training.batches import Batch
 from carlreg.training.distributed import Team
 from carlreg.training.stages import Stage
 
+Inputs = tuple[Tensor | None, ...]
+"""The tensors of a batch, and its rotations."""
 WARM_UP = 3
 """Steps before a graph is captured, in which kernels are chosen and compiled."""
 
@@ -27,12 +30,12 @@ WARM_UP = 3
 class TrainingStep:
     """One training step of a stage, for `train` and for loops of your own.
 
-    Call it with the images, the learning rate and a seed for the randomness of the loss, which includes rotations;
-    `targets` are the images that the loss compares, if they differ from those that the network sees. `optimizer` is a
-    state of Adam to resume from. A step whose gradients are not finite changes nothing; `skipped` counts those steps.
+    Call it with a batch, the learning rate and a seed for the randomness of the loss, which includes rotations.
+    `optimizer` is a state of Adam to resume from. A step whose gradients are not finite changes nothing; `skipped`
+    counts those steps.
 
     >>> step = TrainingStep(model, Stage(1000), device=device)
-    >>> loss = step(moving, fixed, rate=1e-4, seed=0)
+    >>> loss = step(Batch(moving, fixed), rate=1e-4, seed=0)
     """
 
     def __init__(
@@ -68,31 +71,16 @@ class TrainingStep:
         """Whether no graph is left to capture."""
         return self.stream is None or self.graph is not None
 
-    def __call__(
-        self,
-        moving: Tensor,
-        fixed: Tensor,
-        rate: float,
-        seed: int,
-        labels: tuple[Tensor, Tensor] | None = None,
-        targets: tuple[Tensor, Tensor] | None = None,
-    ) -> Loss:
-        if bool(self.stage.label_weight) != (labels is not None):
-            raise InputError(
-                f"labels were {'not ' * (labels is None)}given, and the stage's label weight is "
-                f"{self.stage.label_weight:g}; expected labels if and only if there is a weight"
-            )
+    def __call__(self, batch: Batch, rate: float, seed: int) -> Loss:
+        if not self.stage.label_weight:
+            batch = batch._replace(moving_labels=None, fixed_labels=None)
+        elif batch.labels is None:
+            raise InputError("the batch has no labels, but the stage has a label weight; draw images, then labels")
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
-        inputs = {"moving": moving, "fixed": fixed}
-        if self.stage.rotate:
-            inputs["rotations"] = _rotations(moving, fixed, seed, self.team)
-        if labels is not None:
-            inputs |= {"moving_labels": labels[0], "fixed_labels": labels[1]}
-        if targets is not None:
-            inputs |= {"moving_target": targets[0], "fixed_target": targets[1]}
+        inputs = (*batch, _rotations(batch, seed, self.team) if self.stage.rotate else None)
         if self.stream is None:
-            return self._run(**inputs)
+            return self._run(inputs)
         if self.graph is None and self.warm < WARM_UP:
             return self._warm_up(self.stream, inputs)
         return self._replay(self.graph or self._capture(inputs), inputs)
@@ -101,66 +89,58 @@ class TrainingStep:
         """Folds of the last step's first pair in per cent; NaN if an axis is too short for a derivative."""
         return math.nan if min(self.image.shape[2:]) < 3 else folding(self.phi, self.image)
 
-    def _warm_up(self, stream: torch.cuda.Stream, inputs: dict[str, Tensor]) -> Loss:
+    def _warm_up(self, stream: torch.cuda.Stream, inputs: Inputs) -> Loss:
         self.warm += 1
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            result = self._run(**inputs)
+            result = self._run(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         return result
 
-    def _capture(self, inputs: dict[str, Tensor]) -> torch.cuda.CUDAGraph:
-        self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    def _capture(self, inputs: Inputs) -> torch.cuda.CUDAGraph:
+        self.inputs = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)
         self.optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(self.graph, stream=self.stream):
-            self.result = self._run(**self.inputs)
+            self.result = self._run(self.inputs)
         return self.graph
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, inputs: dict[str, Tensor]) -> Loss:
-        first, now = ({name: tuple(part.shape) for name, part in parts.items()} for parts in (self.inputs, inputs))
+    def _replay(self, graph: torch.cuda.CUDAGraph, inputs: Inputs) -> Loss:
+        first, now = ([None if part is None else tuple(part.shape) for part in one] for one in (self.inputs, inputs))
         if first != now:
             raise InputError(
-                f"a step has inputs {now} and the first had {first}; expected the same shapes throughout a stage, or "
-                "graphs=False"
+                f"a batch has shapes {now[:-1]} and the first had {first[:-1]}; expected the same throughout a stage, "
+                "or graphs=False"
             )
-        for name, captured in self.inputs.items():
-            captured.copy_(inputs[name])
+        for captured, tensor in zip(self.inputs, inputs, strict=True):
+            if captured is not None and tensor is not None:
+                captured.copy_(tensor)
         graph.replay()
         return self.result
 
-    def _run(
-        self,
-        moving: Tensor,
-        fixed: Tensor,
-        rotations: Tensor | None = None,
-        moving_labels: Tensor | None = None,
-        fixed_labels: Tensor | None = None,
-        moving_target: Tensor | None = None,
-        fixed_target: Tensor | None = None,
-    ) -> Loss:
+    def _run(self, inputs: Inputs) -> Loss:
+        *parts, rotations = inputs
+        batch = Batch(*parts)  # type: ignore[arg-type]
         algorithm = self.model if rotations is None else Augmented(self.model, lambda _: Affine(rotations))
-        labels = [part.float() for part in (moving_labels, fixed_labels) if part is not None]
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         before = torch._foreach_add(statistics, 0) if statistics else []
-        with mixed_precision(moving.device, self.precision):
-            phi, inverse = algorithm.both(moving, fixed)
+        with mixed_precision(batch.moving.device, self.precision):
+            phi, inverse = algorithm.both(batch.moving, batch.fixed)
         loss = registration_loss(
             phi,
             inverse,
-            moving if moving_target is None else moving_target,
-            fixed if fixed_target is None else fixed_target,
+            *batch.compared,
             similarity=self.stage.similarity,
             regularity=self.stage.regularity,
             weight=self.stage.weight,
             generator=self.generator,
-            labels=(labels[0], labels[1]) if labels else None,
+            labels=batch.labels,
             label_weight=self.stage.label_weight,
         )
         loss.total.backward()
-        self.phi, self.image = phi[:1].detach(), fixed[:1]
+        self.phi, self.image = phi[:1].detach(), batch.fixed[:1]
         return self._update(loss, statistics, before)
 
     def _update(self, loss: Loss, statistics: list[Tensor], before: Sequence[Tensor]) -> Loss:
@@ -180,16 +160,15 @@ class TrainingStep:
         return Loss(*values)
 
 
-def _rotations(moving: Tensor, fixed: Tensor, seed: int, team: Team) -> Tensor:
+def _rotations(batch: Batch, seed: int, team: Team) -> Tensor:
     """R of each moving and Q of each fixed image, (2B, D, D+1), one after the other as `both` expects them."""
-    if moving.shape != fixed.shape:
-        raise InputError(
-            f"moving has shape {tuple(moving.shape)} and fixed {tuple(fixed.shape)}; expected equal shapes to rotate"
-        )
+    shapes = [tuple(image.shape) for image in batch[:2]]
+    if shapes[0] != shapes[1]:
+        raise InputError(f"moving has shape {shapes[0]} and fixed {shapes[1]}; expected equal shapes to rotate them")
     generator = torch.Generator().manual_seed(seed)
     drawn = [
         random_rotation(image.shape[2:], team.size * len(image), like=image, generator=generator).matrix
-        for image in (moving, fixed)
+        for image in (batch.moving, batch.fixed)
     ]
     return torch.cat([team.part(matrices) for matrices in drawn])
 
