@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,10 +104,12 @@ def _write_nifti_vectors(stored: npt.NDArray[np.float32], grid: Image, path: Pat
     header = bytearray(single.read_bytes()[:NIFTI_HEADER])
     struct.pack_into(f"<{grid.dim}h", header, 42, *grid.shape)
     single.unlink()
-    with gzip.open(path, "wb", 6) if path.suffix == ".gz" else path.open("wb") as file:
-        file.write(header)
-        for part in stored.reshape(grid.dim * grid.shape[-1], -1):
-            file.write(part.data)
+    with path.open("wb") as raw:  # without name and time, so that equal warps are equal files
+        packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if path.suffix == ".gz" else nullcontext(raw)
+        with packed as file:
+            file.write(header)
+            for part in stored.reshape(grid.dim * grid.shape[-1], -1):
+                file.write(part.data)
     if count_bytes(path) != NIFTI_HEADER + stored.nbytes:
         raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
