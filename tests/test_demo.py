@@ -13,7 +13,7 @@ from conftest import SMALL
 
 from carlreg import gradicon, save
 from carlreg.cli import main
-from carlreg.demo import SHIFT, Pair, make_pair
+from carlreg.demo import SHIFT, SyntheticPair, make_pair
 from carlreg.files import transform_files
 from carlreg.files.images import map_points, read, read_labels
 from carlreg.files.results import FILES
@@ -23,7 +23,7 @@ PICTURES = ["fixed.nii.gz", "fixed_labels.nii.gz", "moving.nii.gz", "moving_labe
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
+def pair() -> SyntheticPair:
     return make_pair(seed=1, size=32)
 
 
@@ -36,7 +36,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_fields_of_view_differ_by_a_third(pair: Pair) -> None:
+def test_the_fields_of_view_differ_by_a_third(pair: SyntheticPair) -> None:
     length = pair.fixed.shape[2] * pair.fixed.spacing[2]
     points = pair.landmarks()
     away = (pair.truth(points) - points)[:, 2].mean()
@@ -45,7 +45,7 @@ def test_the_fields_of_view_differ_by_a_third(pair: Pair) -> None:
     assert np.array_equal(pair.fixed.affine, pair.moving.affine)  # headers say nothing about it
 
 
-def test_the_truth_scores_best(pair: Pair) -> None:
+def test_the_truth_scores_best(pair: SyntheticPair) -> None:
     true, identity = pair.score(pair.truth), pair.score(lambda points: points)
     off = pair.score(lambda points: pair.truth(points) + np.array([0.0, 3.0, 4.0]))
     assert true["error_mm"]["mean"] == 0
@@ -55,7 +55,7 @@ def test_the_truth_scores_best(pair: Pair) -> None:
     assert {"liver", "right kidney", "left kidney", "spleen", "stomach", "aorta"} <= set(true["dice_of"])
 
 
-def test_the_shifted_pair_is_the_same_pair_shifted(pair: Pair) -> None:
+def test_the_shifted_pair_is_the_same_pair_shifted(pair: SyntheticPair) -> None:
     shifted = make_pair(seed=1, size=32, shift=SHIFT)
     points = pair.landmarks()
     assert np.abs(shifted.truth(points) - pair.truth(points) - np.array(SHIFT)).max() < 1e-6

@@ -1,7 +1,7 @@
-"""A registration to look at, with nothing to download: two synthetic patients whose true correspondence is known.
+"""A demo without downloads: two synthetic patients whose true correspondence is known.
 
-Their fields of view differ by a third of the image, so that a third of each shows what the other does not. The
-pair is registered again with one image shifted, which should shift the result and change nothing else.
+Their fields of view differ by a third of the image. A second pair has the moving image shifted, which should shift the
+result and change nothing else.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from carlreg.files.results import PAGE
 from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.objective.metrics import dice, mean_score
-from carlreg.registration.api import register
+from carlreg.registration.api import register_pair
+from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.result import Registration
 from carlreg.show.report import page
 from carlreg.synthesis import LABELS, correspondence, patient
 
 WIDTH = 384.0
-"""Millimetres that an image shows from side to side."""
+"""The field of view from side to side, in mm."""
 SHIFT = (24.0, -42.0, 0.0)
-"""By how many millimetres the second pair's moving image is shifted inside its frame, so that nothing leaves it."""
+"""Shift of the second pair's moving patient in mm, small enough that nothing leaves the field of view."""
 MIDDLE = 33.0
-"""Canonical height of the middle of what both images show: liver, kidneys, spleen, stomach."""
+"""Canonical height of the centre of the common field of view: liver, kidneys, spleen, stomach."""
 CASES = {
     "pair": ("two patients, fields of view a third apart", (0.0, 0.0, 0.0)),
     "shifted": ("the same, the moving image shifted", SHIFT),
 }
-"""Folder of each pair, what it is, and how far the moving image is shifted."""
+"""Folder, description and shift of each pair."""
 SUMMARY = "demo.json"
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """Two images with label maps, and the true map from world points of the fixed one to those of the moving one."""
+class SyntheticPair:
+    """Two images with label maps, and the true map from fixed to moving world points."""
 
     fixed: Image
     fixed_labels: Image
@@ -61,22 +62,22 @@ class Pair:
         for name in ("fixed", "moving", "fixed_labels", "moving_labels"):
             images.write(getattr(self, name), folder / f"{name}.nii.gz", overwrite=overwrite)
 
-    def shown(self, points: Matrix) -> npt.NDArray[np.bool_]:
-        """Which world points (..., D) of the fixed image have their true counterpart inside the moving image."""
+    def in_view(self, points: Matrix) -> npt.NDArray[np.bool_]:
+        """Whether the moving image shows the true counterparts of fixed world points (..., D)."""
         index = map_points(np.linalg.inv(self.moving.affine), self.truth(points))
         return np.asarray(((index >= 0) & (index <= np.array(self.moving.shape) - 1)).all(axis=-1))
 
     def landmarks(self, count: int = 10_000) -> Matrix:
-        """World points (n, D) in structures of the fixed image that the moving one shows too, the same every time."""
+        """World points (n, D) in structures of the fixed image that the moving one shows, too; always the same."""
         inside = np.argwhere(self.fixed_labels.data > 0)
         chosen = np.random.default_rng(0).choice(len(inside), min(count, len(inside)), replace=False)
         points = map_points(self.fixed.affine, inside[chosen])
-        return points[self.shown(points)]
+        return points[self.in_view(points)]
 
     @functools.cached_property
     def common(self) -> npt.NDArray[np.bool_]:
-        """Which voxels of the fixed image the moving one shows too, accurate to a voxel at the edges."""
-        step = 4  # the truth is smooth and costs time
+        """The voxels of the fixed image that the moving one shows, too, to within a voxel."""
+        step = 4  # the true map is smooth and slow to evaluate
         axes = [np.arange(0, n + step, step) for n in self.fixed.shape]
         points = map_points(self.fixed.affine, np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1))
         true = WorldTransform(
@@ -86,10 +87,7 @@ class Pair:
         return world_transform.apply(true, whole, self.fixed, "nearest").data > 0
 
     def score(self, transform: PointMap) -> dict[str, Any]:
-        """Dice of each structure and distance from the truth in mm, where the moving image shows what the fixed does.
-
-        Points beyond the moving image's edge have no counterpart to be found.
-        """
+        """Dice of each structure and distance from the truth in mm, inside the common field of view."""
         here = self.fixed_labels.data * self.common
         there = world_transform.apply(transform, self.moving_labels, self.fixed, "nearest").data * self.common
         named = {name: label for name, label in LABELS.items() if (here == label).any()}
@@ -109,23 +107,23 @@ class Pair:
         }
 
 
-def make_pair(seed: int = 0, size: int = 128, *, shift: tuple[float, float, float] = (0, 0, 0)) -> Pair:
-    """Two patients in frames of size × size × ¾ size voxels, of which the moving one is a third higher up.
-
-    Both frames are centred at the world origin, so the headers give no hint. `shift` moves the moving patient
-    inside their frame, in mm.
-    """
+def make_pair(seed: int = 0, size: int = 128, *, shift: tuple[float, float, float] = (0, 0, 0)) -> SyntheticPair:
+    """Two patients in images of size × size × ¾ size voxels with equal headers, the moving one a third higher up and
+    shifted by `shift` mm."""
     if size < 16:
-        raise InputError(f"size is {size}; expected a width of at least 16 voxels")
+        raise InputError(f"size is {size}; expected at least 16 voxels")
     shape, spacing = (size, size, 3 * size // 4), WIDTH / size
     third = shape[2] * spacing / 3
     fixed = patient(2 * seed).moved((0, 0, third / 2 - MIDDLE))
     moving = patient(2 * seed + 1).moved((shift[0], shift[1], shift[2] - third / 2 - MIDDLE))
-    images_of: list[tuple[Image, Image]] = []
-    for number, (name, who) in enumerate((("fixed", fixed), ("moving", moving))):
-        scan = who.scan(shape, spacing, seed=2 * seed + number)
-        images_of.append((Image(scan.data, scan.affine, name), Image(scan.labels, scan.affine, f"{name} labels")))
-    return Pair(*images_of[0], *images_of[1], correspondence(fixed, moving))
+    f, m = (who.scan(shape, spacing, seed=2 * seed + number) for number, who in enumerate((fixed, moving)))
+    return SyntheticPair(
+        Image(f.data, f.affine, "fixed"),
+        Image(f.labels, f.affine, "fixed labels"),
+        Image(m.data, m.affine, "moving"),
+        Image(m.labels, m.affine, "moving labels"),
+        correspondence(fixed, moving),
+    )
 
 
 def run(
@@ -139,58 +137,49 @@ def run(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Register both pairs, write images, results and `demo.json` into the folder, and return the figures.
+    """Register both pairs, write images, results and `demo.json` into the folder, and return the content of the latter.
 
-    `quick` leaves the optimisation of the fields out.
+    `quick` skips the optimisation.
 
-    >>> figures = run("carl-demo", quick=True)
+    >>> report = run("carl-demo", quick=True)
     """
     folder = Path(out)
-    taken = [path for path in (folder / SUMMARY, *(folder / name for name in CASES)) if path.exists()]
+    taken = [name for name in (SUMMARY, *CASES) if (folder / name).exists()]
     if taken and not overwrite:
-        raise ExistsError(f"{folder} already holds {taken[0].name}; choose another folder, or allow overwriting")
+        raise ExistsError(f"{folder} already holds {taken[0]}; choose another folder, or allow overwriting")
     started = time.perf_counter()
     report: dict[str, Any] = {"seed": seed, "size": size, "quick": quick, "shift_mm": list(SHIFT)}
-    pairs: dict[str, Pair] = {}
-    answers: dict[str, Registration] = {}
-    for name, (words, shift) in CASES.items():
-        say(f"{words}: drawing")
-        pair = make_pair(seed, size, shift=shift)
-        say(f"{words}: registering")
-        answer = register(
-            fixed=pair.fixed,
-            moving=pair.moving,
-            model=model,
-            io_iterations=0 if quick else None,
-            over="fields",
-            device=device,
-            seed=seed,
-        )
+    options = RegisterOptions(io_iterations=0 if quick else None, optimize="fields", device=device, seed=seed)
+    pairs: dict[str, SyntheticPair] = {}
+    results: dict[str, Registration] = {}
+    for name, (description, shift) in CASES.items():
+        say(f"{description}: drawing")
+        pair = pairs[name] = make_pair(seed, size, shift=shift)
+        say(f"{description}: registering")
+        result = results[name] = register_pair(PairInputs(fixed=pair.fixed, moving=pair.moving), model, options)
         report[name] = {
             "before": pair.score(lambda points: points),
-            "after": pair.score(answer.transform),
-            "metrics": answer.metrics,
-            "warnings": list(answer.warnings),
+            "after": pair.score(result.transform),
+            "metrics": result.metrics,
+            "warnings": list(result.warnings),
         }
-        pairs[name], answers[name] = pair, answer
-    report["answer_moved_mm"] = _moved_along(pairs, answers)
-    report["model"], report["device"] = answers["pair"].record.model, answers["pair"].record.device
-    for name in CASES:  # only now: a failure leaves nothing behind
+    report["answer_moved_mm"] = _moved_along(pairs, results)
+    report["model"], report["device"] = results["pair"].record.model, results["pair"].record.device
+    for name in CASES:  # only now, so that a failure leaves nothing behind
         pairs[name].save(folder / name, overwrite=overwrite)
         before, after = (report[name][when]["dice_of"] for when in ("before", "after"))
         overlap = {organ: (before[organ], after[organ]) for organ in after}
-        extra = {PAGE: page(answers[name], dice=overlap)}
-        answers[name].save(folder / name, overwrite=overwrite, extra=extra)
+        results[name].save(folder / name, overwrite=overwrite, extra={PAGE: page(results[name], dice=overlap)})
     report["seconds"] = round(time.perf_counter() - started, 1)
     write_atomically(folder / SUMMARY, (json.dumps(report, indent=2) + "\n").encode())
     return report
 
 
-def _moved_along(pairs: dict[str, Pair], answers: dict[str, Registration]) -> dict[str, Any]:
-    """How far the result moved with the moving image, averaged over organs that both images show."""
+def _moved_along(pairs: dict[str, SyntheticPair], results: dict[str, Registration]) -> dict[str, Any]:
+    """How far the result moved with the moving image, over the organs in the common field of view."""
     points = pairs["pair"].landmarks()
-    points = points[pairs["shifted"].shown(points)]
-    moved = answers["shifted"].transform(points) - answers["pair"].transform(points)
+    points = points[pairs["shifted"].in_view(points)]
+    moved = results["shifted"].transform(points) - results["pair"].transform(points)
     off = np.linalg.norm(moved - np.array(SHIFT), axis=-1)
     return {
         "shift": [round(float(v), 2) for v in moved.mean(axis=0)],
