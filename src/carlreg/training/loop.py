@@ -163,7 +163,7 @@ class _Run:
             self.model = _refine(self.model, self.seed, number)
             self.at = replace(self.at, refined=(*self.at.refined, number))
         self._training_mode()
-        run_step = TrainingStep(
+        run_step = self.run_step = TrainingStep(
             self.model,
             stage,
             device=self.device,
@@ -174,10 +174,9 @@ class _Run:
         )
         seeds = functools.partial(_seed, self.seed, number)
         batches = Batches(self.draw, seeds, stage.steps, self.device)
-        skipped = self.at.skipped
         for step in range(self.at.step, stage.steps):
             if self._time_is_up():
-                self._save(number, step, skipped, run_step)
+                self._save(number, step)
                 return False
             loss = run_step(batches.take(step), stage.rate(step), seeds(step) + 1)
             if run_step.is_captured:
@@ -185,13 +184,13 @@ class _Run:
             done, last = step + 1, step + 1 == stage.steps
             validates = self.validate is not None and (last or done % self.validate_every == 0)
             if last or validates or done % self.log_every == 0:
-                self._log(number, done, loss, skipped, run_step)
+                self._log(number, done, loss)
             if validates:
                 batches.wait()  # a validation may capture graphs of its own
                 self._validate(number, done)
             if not last and done % self.save_every == 0:
-                self._save(number, done, skipped, run_step)
-        self.at = replace(self.at, stage=number + 1, step=0, skipped=skipped + int(run_step.skipped), optimizer=None)
+                self._save(number, done)
+        self.at = replace(self.at, stage=number + 1, step=0, skipped=self._skipped(), optimizer=None)
         self.folder.save(self.at, self.model, self.metadata)
         return True
 
@@ -200,17 +199,21 @@ class _Run:
             return False
         return self.team.as_leader(time.monotonic() - self.start > self.seconds, self.device)
 
-    def _save(self, stage: int, step: int, skipped: int, run_step: TrainingStep) -> None:
-        at = replace(self.at, stage=stage, step=step, skipped=skipped + int(run_step.skipped))
-        self.folder.save(replace(at, optimizer=run_step.optimizer.state_dict()), self.model, self.metadata)
+    def _skipped(self) -> int:
+        return self.at.skipped + int(self.run_step.skipped)
 
-    def _log(self, stage: int, step: int, loss: Loss, skipped: int, run_step: TrainingStep) -> None:
+    def _save(self, stage: int, step: int) -> None:
+        adam = self.run_step.optimizer.state_dict()
+        at = replace(self.at, stage=stage, step=step, skipped=self._skipped(), optimizer=adam)
+        self.folder.save(at, self.model, self.metadata)
+
+    def _log(self, stage: int, step: int, loss: Loss) -> None:
         seconds = time.monotonic() - self.start
-        progress = Progress(stage, step, loss.floats(), skipped + int(run_step.skipped), seconds, run_step.folds())
+        progress = Progress(stage, step, loss.floats(), self._skipped(), seconds, self.run_step.folds())
         self.folder.log(asdict(progress))
         if self.callback is not None:
             self.callback(progress)
-        in_a_row = int(run_step.skipped_in_a_row)
+        in_a_row = int(self.run_step.skipped_in_a_row)
         if in_a_row > self.most_skipped:
             raise TrainingError(
                 f"{in_a_row} steps in a row had gradients that are not finite, up to step {step} of stage {stage}; the "
