@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -558,3 +561,16 @@ def test_parts_of_a_batch(tmp_path: Path) -> None:
     assert launch(torch.device("cpu")) == (Team(0, 1), torch.device("cpu"))
     with pytest.raises(ValueError, match="devices is 0"):
         launch(torch.device("cpu"), 0)
+
+
+def test_the_core_needs_torch_numpy_and_safetensors_alone() -> None:
+    """It trains on a bare GPU machine, without the packages for images, commands, plots and several devices."""
+    others = {"SimpleITK", "typer", "rich", "h5py", "PIL", "jinja2", "matplotlib", "lightning_fabric", "nibabel"}
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({others}))\n"  # importing one of them fails
+        "from carlreg import Stage, train, carl, carl_rot, instance_optimize, registration_loss, save, load\n"
+        "import carlreg.training.batches, carlreg.training.step, carlreg.synthesis.contrast\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

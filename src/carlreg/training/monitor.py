@@ -1,4 +1,4 @@
-"""What a run reports while it goes on. Imports neither torch nor numpy."""
+"""Reports of a run in progress. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 

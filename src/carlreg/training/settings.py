@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from carlreg.errors import InputError
+from carlreg.registration.options import SimilarityName
 from carlreg.training.stages import Stage
 
 Size = Literal["paper", "small", "tiny"]
-SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 NETWORKS = ("carl", "carl_rot", "gradicon", "xi")
 NETWORK, SCHEDULE, AUGMENTATION = "Network", "Schedule", "Augmentation"

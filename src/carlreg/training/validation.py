@@ -110,8 +110,8 @@ class Validation:
         for path, number in zip(files, (pair.moving, pair.fixed), strict=True):
             assert path is not None  # the table has both or neither
             to_unit = np.array(self.prepared[number].world_to_unit)
-            found = read_points(path, dim=len(to_unit) - 1, image=self.cases[number].image).positions
-            points.append(torch.from_numpy(map_points(to_unit, found)).float()[None].to(self.device))
+            world = read_points(path, dim=len(to_unit) - 1, image=self.cases[number].image).positions
+            points.append(torch.from_numpy(map_points(to_unit, world)).float()[None].to(self.device))
         moving, fixed = points
         if moving.shape != fixed.shape:
             raise DatasetError(
