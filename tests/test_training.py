@@ -272,71 +272,83 @@ def test_labels_are_learnt_from_where_a_stage_says_so(tmp_path: Path) -> None:
         train(network(), draw, stages, out=tmp_path / "none")
 
 
-def test_the_loss_compares_targets_that_the_network_does_not_see(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, seen, compared = network(), [], []
-    both = model.both
-
-    def watched(*images: Tensor) -> tuple[Transform, Transform]:
-        seen.extend(images)
-        return both(*images)
-
-    def spy(phi: Transform, inverse: Transform, *images: Tensor, **options: object) -> object:
-        compared.extend(images)
-        return registration_loss(phi, inverse, *images, **options)
-
-    def inverted(generator: torch.Generator) -> Batch:
-        moving, fixed = draw(generator)
-        return Batch(1 - moving, 1 - fixed, moving_target=moving, fixed_target=fixed)
-
-    monkeypatch.setattr(model, "both", watched)
-    monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
-    train(model, inverted, [Stage(1)], out=tmp_path)
-    assert len(seen) == len(compared) == 2
-    assert all(torch.equal(image, 1 - target) for image, target in zip(seen, compared, strict=True))
+def test_the_loss_compares_the_targets_and_not_what_is_seen() -> None:
+    model, generator = network().train(), torch.Generator().manual_seed(0)
+    images, targets = draw(generator), draw(generator)
+    step = TrainingStep(model, Stage(1, "diffusion"), device=torch.device("cpu"))
+    with torch.no_grad():
+        expected = registration_loss(*model.both(*images), *targets, regularity="diffusion")
+        otherwise = registration_loss(*model.both(*images), *images, regularity="diffusion")
+    loss = step(Batch(*images, moving_target=targets[0], fixed_target=targets[1]), rate=0.0, seed=0)
+    assert float(loss.similarity) == pytest.approx(float(expected.similarity), rel=1e-5)
+    assert float(otherwise.similarity) != pytest.approx(float(expected.similarity), rel=1e-2)
 
 
-def test_a_batch_is_two_four_or_six_tensors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="3 tensors were drawn; expected 2 images, then 2 label maps"):
-        train(network(), lambda generator: labelled(generator)[:3], [Stage(1)], out=tmp_path)
+def test_a_batch_may_be_a_plain_tuple(tmp_path: Path) -> None:
+    """And images that are their own targets change nothing."""
 
+    def as_batch(generator: torch.Generator) -> Batch:
+        return Batch(*draw(generator))
 
-@pytest.mark.gpu
-def test_batches_drawn_ahead_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn in a thread of their own once the step is captured, and nothing is drawn after the last step."""
-    threads: list[str] = []
+    def with_targets(generator: torch.Generator) -> Batch:
+        images = draw(generator)
+        return Batch(*images, moving_target=images[0], fixed_target=images[1])
 
-    def on_gpu(generator: torch.Generator) -> tuple[Tensor, ...]:
-        threads.append(threading.current_thread().name)
-        return tuple(part.cuda() for part in labelled(generator))
-
-    stages = [Stage(8, label_weight=1.0)]
-    train(network().cuda(), on_gpu, stages, out=tmp_path / "ahead", log_every=1)
-    assert len(threads) == 8
-    assert [name.startswith("draw") for name in threads] == [False] * 4 + [True] * 4
-    monkeypatch.setattr(Batches, "draw_ahead", lambda *_: None)
-    train(network().cuda(), on_gpu, stages, out=tmp_path / "one by one", log_every=1)
-    logs = [
-        [json.loads(line)["losses"]["total"] for line in (tmp_path / run / "log.jsonl").open()]
-        for run in ("ahead", "one by one")
+    models = [
+        train(network(), how, [Stage(3)], out=tmp_path / str(number))
+        for number, how in enumerate((draw, as_batch, with_targets, shared(with_targets)))
     ]
-    assert logs[0] == pytest.approx(logs[1], rel=1e-2)
+    for model in models[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), models[0].parameters(), strict=True))
+    with pytest.raises(ValueError, match="3 tensors were drawn; expected 2 images"):
+        train(network(), lambda generator: (*draw(generator), draw(generator)[0]), [Stage(1)], out=tmp_path / "three")
 
 
 @pytest.mark.gpu
-def test_an_error_while_drawing_ahead_ends_the_run(tmp_path: Path) -> None:
-    calls = 0
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drawing_ahead_changes_nothing_but_speed(graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpu(generator: torch.Generator) -> Batch:
+        images = [image.cuda() for image in draw(generator)]
+        own = torch.Generator("cuda").manual_seed(int(torch.randint(1000, (), generator=generator)))
+        noisy = [image + 0.1 * torch.randn(image.shape, generator=own, device="cuda") for image in images]
+        return Batch(noisy[0], noisy[1], moving_target=images[0], fixed_target=images[1])
 
-    def fails(generator: torch.Generator) -> tuple[Tensor, ...]:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise ZeroDivisionError("in the draw")
+    drawn: dict[str, list[Tensor]] = {"ahead": [], "now": []}
+    threads: list[str] = []
+    for name, batches in drawn.items():
+
+        def remembered(generator: torch.Generator, batches: list[Tensor] = batches) -> Batch:
+            batch = on_gpu(generator)
+            batches.append(batch.moving.clone())
+            threads.append(threading.current_thread().name)
+            return batch
+
+        if name == "now":
+            monkeypatch.setattr(Batches, "draw_ahead", lambda self, step: None)
+        train(network().cuda(), remembered, [Stage(12)], out=tmp_path / name, graphs=graphs, log_every=1)
+    assert len(drawn["ahead"]) == len(drawn["now"]) == 12
+    assert [name.startswith("draw") for name in threads] == [n >= (4 if graphs else 1) and n < 12 for n in range(24)]
+    assert all(torch.equal(a, b) for a, b in zip(*drawn.values(), strict=True))
+    losses = [
+        [json.loads(line)["losses"]["total"] for line in (tmp_path / name / "log.jsonl").open()] for name in drawn
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_what_goes_wrong_while_drawing_ahead_is_raised(tmp_path: Path) -> None:
+    count = 0
+
+    def breaks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise OSError("the disk is gone")
         return draw(generator)
 
-    with pytest.raises(ZeroDivisionError, match="in the draw"):
-        train(network().cuda(), fails, [Stage(20)], out=tmp_path)
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(network().cuda(), breaks, [Stage(20)], out=tmp_path)
+    assert count == 9
 
 
 @pytest.mark.gpu
