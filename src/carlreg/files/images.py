@@ -192,11 +192,9 @@ def read(path: PathLike) -> Image:
 
 def _read_isolated(path: Path) -> Image:
     """Read by SimpleITK, in a process of its own."""
-    with _reasons(path), isolated.reading("image", path) as child:
-        check_header(header := child.header(), str(path))
-        child.proceed(math.prod(header["size"]) * header["width"])
-        affine = np.array(child.header()["affine"])
-        return Image(np.ascontiguousarray(child.array().T), affine, str(path))
+    with _reasons(path):
+        affine, voxels = isolated.read_image(path, lambda header: check_header(header, str(path)))
+    return Image(np.ascontiguousarray(voxels.T), affine, str(path))
 
 
 def check_header(header: Mapping[str, Any], name: str, slices: int = 1) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import InputError
-from carlreg.files.checks import ImageError
+from carlreg.files.checks import ImageError, check_size
 from carlreg.files.itk import affine_of, read_header, reason, simpleitk
 
-DIRECT = (
-    "CompositeTransform",
-    "AffineTransform",
-    "MatrixOffsetTransformBase",
-    "DisplacementFieldTransform",
-    "BSplineTransform",
-)
+LINEAR = ("AffineTransform", "MatrixOffsetTransformBase")
+DIRECT = (*LINEAR, "CompositeTransform", "DisplacementFieldTransform", "BSplineTransform")
 """Types of ITK's transforms that are sent as they are stored; all others are linear and become affine ones."""
 Kind = Literal["image", "series", "transform"]
 BLOCK = 2**22
@@ -51,12 +47,11 @@ class UnreadableError(InputError):
 class Reader:
     """A child that reads one file."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Any) -> None:
         self._process = process
 
     def header(self) -> dict[str, Any]:
         """What the file states, before its arrays are read; raise UnreadableError if it cannot be read."""
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             raise UnreadableError(_fate(self._process))
@@ -67,19 +62,17 @@ class Reader:
 
     def proceed(self, memory: int) -> None:
         """Allow the child to read arrays of `memory` bytes in all."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its fate shows when the arrays are read
             self._process.stdin.write(f"{memory}\n".encode())
             self._process.stdin.flush()
 
     def array(self) -> npt.NDArray[Any]:
         """The next array."""
-        assert self._process.stdout is not None
         about = self.header()
         data = np.empty(about["shape"], about["dtype"])
         view = data.reshape(-1).view(np.uint8)
         while len(view):
-            count = self._process.stdout.readinto(view)  # type: ignore[attr-defined]
+            count = self._process.stdout.readinto(view)
             if not count:
                 raise UnreadableError(_fate(self._process))
             view = view[count:]
@@ -88,13 +81,7 @@ class Reader:
 
 @contextmanager
 def reading(kind: Kind, path: Path) -> Iterator[Reader]:
-    """Start a child that reads an image, a DICOM series or a transform. It ends with the block.
-
-    >>> with reading("image", path) as child:
-    ...     header = child.header()
-    ...     child.proceed(header["bytes"])
-    ...     voxels = child.array()
-    """
+    """Start a child that reads an image, a DICOM series or a transform. It ends with the block."""
     _refuse_detached(path)
     files = path.iterdir() if path.is_dir() else [path]
     seconds = 10 + sum(file.stat().st_size for file in files if file.is_file()) / 1e6
@@ -104,8 +91,7 @@ def reading(kind: Kind, path: Path) -> Iterator[Reader]:
     single = {"OMP_NUM_THREADS": "1", "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env={**os.environ, **single}, **pipes) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # its imports are done: the clock starts
+        process.stdout.readline()  # type: ignore[union-attr]  # its imports are done: the clock starts
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         try:
@@ -113,6 +99,17 @@ def reading(kind: Kind, path: Path) -> Iterator[Reader]:
         finally:
             timer.cancel()
             process.kill()
+
+
+def read_image(path: Path, check: Callable[[dict[str, Any]], None]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The affine map of an image and its voxels in ITK's order, if `check` does not raise for its header."""
+    with reading("image", path) as child:
+        header = child.header()
+        check(header)
+        width = header["width"] * header["components"]
+        check_size(header["size"], str(path), width)
+        child.proceed(math.prod(header["size"]) * width)
+        return np.array(child.header()["affine"]), child.array()
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:

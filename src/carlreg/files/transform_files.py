@@ -74,6 +74,8 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
 
     >>> write_warp(T, fixed, "warp.nii.gz")
     """
+    if max(grid.shape) > 32767 and nifti.is_nifti(Path(path)):
+        raise TransformError(f"{path} was not written: NIfTI holds at most 32767 voxels along an axis; expected .mha")
     stored = np.empty((grid.dim, *grid.shape[::-1]), np.float32)  # as NIfTI has them: one component after the other
     field = stored.transpose(*range(grid.dim, 0, -1), 0)
     for box, points in slabs(grid):
@@ -146,21 +148,6 @@ class _Part:
     def name(self) -> str:
         """The type without its precision and dimension: AffineTransform_double_3_3 is an AffineTransform."""
         return self.kind.partition("_")[0]
-
-    @property
-    def dim(self) -> int:
-        words = self.kind.split("_")
-        if len(words) not in (4, 5) or words[2] not in ("2", "3") or words[3] != words[2]:
-            raise isolated.UnreadableError(f"its type is {self.kind!r}")
-        return int(words[2])
-
-    @property
-    def order(self) -> int:
-        """The order of a B-spline, which follows the dimensions unless it is 3."""
-        order = self.kind.split("_")[4:] or ["3"]
-        if order[0] not in ("0", "1", "2", "3"):
-            raise isolated.UnreadableError(f"its type is {self.kind!r}")
-        return int(order[0])
 
 
 def _parts(transform: WorldTransform) -> list[_Part]:
@@ -354,27 +341,20 @@ def _as_transform_error(path: Path) -> Iterator[None]:
 
 def _read_warp(path: Path) -> WorldTransform:
     """An image of displacements."""
+
+    def check(dim: int, components: int) -> None:
+        if dim not in (2, 3) or components != dim:
+            raise TransformError(
+                f"{path} is an image with {dim} axes and {components} numbers per voxel; expected a transform, or "
+                "displacements with as many numbers as axes"
+            )
+
     if nifti.is_nifti(path):
         header = nifti.read_header(path)
-        _check_warp(path, header.dim, header.components)
-        vectors, lattice = nifti.read_voxels(path, header), header.affine()
-    else:
-        with isolated.reading("image", path) as child:
-            about = child.header()
-            _check_warp(path, len(about["size"]), about["components"])
-            count, width = math.prod(about["size"]), about["width"] * about["components"]
-            check_size(about["size"], str(path), width)
-            child.proceed(count * width)
-            lattice, vectors = np.array(child.header()["affine"]), itk_order(child.array())
-    return _field(vectors, lattice, str(path))
-
-
-def _check_warp(path: Path, dim: int, components: int) -> None:
-    if dim not in (2, 3) or components != dim:
-        raise TransformError(
-            f"{path} is an image with {dim} axes and {components} numbers per voxel; expected a transform, or "
-            "displacements with as many numbers as axes"
-        )
+        check(header.dim, header.components)
+        return _field(nifti.read_voxels(path, header), header.affine(), str(path))
+    lattice, vectors = isolated.read_image(path, lambda header: check(len(header["size"]), header["components"]))
+    return _field(itk_order(vectors), lattice, str(path))
 
 
 def _field(vectors: npt.NDArray[Any], lattice: Matrix, name: str) -> WorldTransform:
@@ -417,47 +397,46 @@ def _read_isolated(path: Path) -> list[_Part]:
 
 def _shape_of(kind: str, fixed: npt.NDArray[Any], count: int) -> tuple[int, ...]:
     """The sides of the lattice of a field or a B-spline, and the axes; refuse other counts than these call for."""
-    name = _Part(kind).name
+    name, dim, _ = _split(kind)
     if name not in isolated.DIRECT or name == "CompositeTransform":
         return ()
-    dim = _Part(kind).dim
-    if name in ("AffineTransform", "MatrixOffsetTransformBase"):
-        shape: tuple[int, ...] = (dim + 1, dim)
-        whole = len(fixed) == dim
-    else:
-        whole = len(fixed) == dim * (dim + 3) and bool(np.isfinite(fixed).all() and (fixed[:dim] >= 1).all())
-        shape = (*(int(side) for side in fixed[:dim]), dim) if whole else ()
-    if not whole or math.prod(shape) != count:
-        raise isolated.UnreadableError(
-            f"its {kind} has {count} parameters and {len(fixed)} fixed ones, which do not match"
-        )
+    linear = name in isolated.LINEAR
+    whole = len(fixed) == (dim if linear else dim * (dim + 3)) and bool(np.isfinite(fixed).all())
+    shape = (dim + 1, dim) if linear else (*(int(side) for side in fixed[:dim]), dim) if whole else ()
+    if not whole or min(shape) < 1 or math.prod(shape) != count:
+        raise isolated.UnreadableError(f"its {kind} has {count} parameters and {len(fixed)} fixed ones: no match")
     return shape
+
+
+def _split(kind: str) -> tuple[str, int, int]:
+    """Name, dimension and, for a B-spline, order: BSplineTransform_double_3_3_2, where an order of 3 is left out."""
+    match = re.fullmatch(r"(\w+?)(?:_(?:double|float)_([23])_\2(?:_([0-3]))?)?", kind)
+    if match is None or (match[1] != "CompositeTransform" and match[2] is None):
+        raise isolated.UnreadableError(f"it holds a transform of type {kind!r}")
+    return match[1], int(match[2] or 0), int(match[3] or 3)
 
 
 def _built(part: _Part) -> WorldTransform | ItkTransform:
     """A part of a type in `isolated.DIRECT`."""
-    assert part.parameters is not None
-    assert part.fixed is not None
-    parameters, fixed, dim = part.parameters, part.fixed, part.dim
+    parameters, fixed, (name, dim, order) = part.parameters, part.fixed, _split(part.kind)
     shape = _shape_of(part.kind, fixed, len(parameters))
-    if not np.isfinite(parameters).all() or not np.isfinite(fixed).all():
+    if not np.isfinite(parameters).all():
         raise isolated.UnreadableError("it holds numbers that are not finite")
-    if part.name in ("AffineTransform", "MatrixOffsetTransformBase"):
-        matrix = np.eye(dim + 1)
+    matrix = np.eye(dim + 1)
+    if name in isolated.LINEAR:
         matrix[:-1, :-1] = parameters[:-dim].reshape(dim, dim)
         matrix[:-1, -1] = parameters[-dim:] + fixed - matrix[:-1, :-1] @ fixed  # the fixed ones are the centre
         return WorldTransform(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
-    lattice = np.eye(dim + 1)
-    lattice[:-1, :-1] = fixed[3 * dim :].reshape(dim, dim) * fixed[2 * dim : 3 * dim]
-    lattice[:-1, -1] = fixed[dim : 2 * dim]
-    check_geometry(lattice, f"its {part.kind}")
-    if part.name == "DisplacementFieldTransform":
-        return _field(itk_order(parameters.reshape(*shape[-2::-1], dim)), lattice, f"its {part.kind}")
-    if min(shape[:-1]) <= part.order:
+    matrix[:-1, :-1] = fixed[3 * dim :].reshape(dim, dim) * fixed[2 * dim : 3 * dim]
+    matrix[:-1, -1] = fixed[dim : 2 * dim]
+    if name == "DisplacementFieldTransform":
+        return _field(itk_order(parameters.reshape(*shape[-2::-1], dim)), matrix, f"its {part.kind}")
+    check_geometry(matrix, f"its {part.kind}")
+    if min(shape[:-1]) <= order:
         raise isolated.UnreadableError(
-            f"its B-spline has {shape[:-1]} points; expected more than {part.order} along each axis"
+            f"its B-spline has {shape[:-1]} points; expected more than {order} along each axis"
         )
-    spline = simpleitk().BSplineTransform(dim, part.order)
+    spline = simpleitk().BSplineTransform(dim, order)
     spline.SetFixedParameters(fixed.tolist())
     spline.SetParameters(parameters.tolist())
     return ItkTransform(spline)
