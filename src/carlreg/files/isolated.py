@@ -125,7 +125,7 @@ def _refuse_detached(path: Path) -> None:
     if ending not in (".mha", ".mhd", ".nrrd", ".nhdr") or not path.is_file():
         return
     with open(path, "rb") as file:
-        text = file.read(2**20).decode("latin-1")
+        text = file.read(2**20).decode("latin-1").replace("\0", "\n")  # where names end for ITK
     key = r"ElementDataFile\s*[=:]" if ending in (".mha", ".mhd") else r"data ?file\s*:"
     folder = path.resolve().parent
     for match in re.finditer(rf"(?im)^[^\S\n]*{key}[^\S\n]*(.*)$", text):
@@ -137,12 +137,19 @@ def _refuse_detached(path: Path) -> None:
             # A pattern such as slice%03d.raw stands for the files that match it.
             pattern = re.sub(r"%\d*d", "*", glob.escape(name.split()[0] if "%" in name else name))
             files = [folder / name, *(folder.glob(pattern) if "*" in pattern and not pattern.startswith("/") else [])]
-            outside = [file for file in files if not file.resolve().is_relative_to(folder)]
-            if outside:
+            if not all(_lies_in(file, folder) for file in files):
                 raise ImageError(
                     f"{path} takes its voxels from {name}, outside its own folder; expected a file beside it: "
                     "copy it there, and change the header"
                 )
+
+
+def _lies_in(file: Path, folder: Path) -> bool:
+    """Whether a path leads into a folder, links followed; not if it is no possible path at all."""
+    try:
+        return file.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):
+        return False
 
 
 # ---- the child ------------------------------------------------------------------------------------------------------

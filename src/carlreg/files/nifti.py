@@ -181,6 +181,7 @@ def _offset(fields: Any, name: str) -> int:
     return int(offset)
 
 
+@np.errstate(all="ignore")  # NaN and infinity are refused later
 def _positions(fields: Any, shape: tuple[int, ...], name: str) -> Matrix:
     """The map of the module's rule. Warn if sform, qform and spacing disagree by more than a tenth of a voxel."""
     unit = MILLIMETRES.get(int(fields["xyzt_units"]) & 7, 1.0)
@@ -268,6 +269,7 @@ def _fill(file: IO[bytes], data: npt.NDArray[Any]) -> int:
     return done
 
 
+@np.errstate(all="ignore")
 def _scaled(data: npt.NDArray[Any], header: Header) -> npt.NDArray[Any]:
     slope, intercept = (float(header.fields[name]) for name in ("scl_slope", "scl_inter"))
     intercept = intercept if math.isfinite(intercept) else 0.0
