@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import inspect
 import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,9 +23,10 @@ from carlreg.files.images import Image, from_array, map_points
 from carlreg.files.results import FILES
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel, load_model
-from carlreg.objective.instance import FIELD_STEPS, Optimized, optimize_fields
-from carlreg.objective.losses import gaussian_blur
+from carlreg.objective.instance import FIELD_STEPS, WEIGHT_STEPS, Optimized, optimize_fields
+from carlreg.objective.losses import SIMILARITIES, gaussian_blur
 from carlreg.preparation import prepare_pair
+from carlreg.registration.options import RegisterOptions, SimilarityName
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -167,6 +170,22 @@ def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_pat
     constant = Image(np.full_like(fixed.data, 7), fixed.affine)
     with pytest.raises(ValueError, match=r"constant|same value"):
         register(fixed=constant, moving=moving, model=model_file)
+
+
+def test_options_have_one_default_and_older_names_work(model_file: Path) -> None:
+    fixed, moving = (blobs((26, 26, 26), np.eye(4), seed) for seed in (0, 1))
+    options = {"fixed": fixed, "moving": moving, "model": model_file, "io_iterations": 1}
+    assert register(**options, over="weights").settings["io_over"] == "weights"
+    assert register(**options, optimize="weights").settings["io_over"] == "weights"
+    with pytest.raises(ValueError, match="optimize='fields' and over='weights' were given; expected optimize alone"):
+        register(**options, over="weights", optimize="fields")
+    defaults = inspect.signature(register).parameters
+    for option in dataclasses.fields(RegisterOptions):
+        assert defaults[option.name].default == option.default
+    assert set(get_args(SimilarityName)) == set(SIMILARITIES)
+    text = get_type_hints(RegisterOptions, include_extras=True)["io_iterations"].__metadata__[0]
+    assert f"{WEIGHT_STEPS}" in text
+    assert f"{FIELD_STEPS}" in text
 
 
 # ---- physical space, with a network that moves things ---------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from carlreg import DisplacementField, Registration, carl, gradicon, optimize_fields, register, save
 from carlreg.cli import main
+from carlreg.demo import make_pair
 
 sitk = pytest.importorskip("SimpleITK")
 SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
@@ -238,3 +239,16 @@ def test_a_mask_changes_the_result(model_file: Path) -> None:
     first, second = moves(fixed_mask=scan(mask), moving_mask=scan(mask))
     assert first > 1
     assert second > -0.5
+
+
+# ---- the shipped model ----------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_model_registers_two_synthetic_patients() -> None:
+    """Fields of view that differ by a third of the image, so that hardly any labels overlap before."""
+    pair = make_pair(seed=0, size=48)
+    labels = {"fixed_seg": pair.fixed_labels, "moving_seg": pair.moving_labels}
+    result = register(fixed=pair.fixed, moving=pair.moving, **labels, io_iterations=0, device="cpu")
+    assert result.metrics["dice_before"] < 0.1
+    assert result.metrics["dice_after"] > 0.5
+    assert result.metrics["folds_percent"] < 0.1

@@ -11,11 +11,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from carlreg.errors import InputError
 from carlreg.explain import Explanation, Inside
 from carlreg.fast.devices import choose_device
 from carlreg.fast.precision import mixed_precision
@@ -45,6 +46,7 @@ from carlreg.registration.solve import solve
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
+Choice = TypeVar("Choice", bound=str)
 Model = str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel
 SEARCH_SIDE, SEARCH_MM = 96, 2.0
 """The grid on which `model="auto"` searches for a rotation, and its usual voxel size."""
@@ -121,15 +123,22 @@ def register(
         transform=transform,
         io_iterations=io_iterations,
         io_sim=cast(SimilarityName, io_sim),
-        optimize=optimize if over is None else over,
+        optimize=_renamed("optimize", optimize, "over", over),
         regularity=regularity,
-        fit_source=fit_source if fit_to is None else fit_to,
+        fit_source=_renamed("fit_source", fit_source, "fit_to", fit_to),
         allow_identity=allow_identity,
         certainty=certainty,
         device=str(device),
         seed=seed,
     )
     return register_pair(inputs, model, options, callback=callback, progress=progress)
+
+
+def _renamed(name: str, value: Choice, old_name: str, old_value: Choice | None) -> Choice:
+    """The value of an argument that may also be given by its older name."""
+    if old_value is not None and value not in (old_value, getattr(DEFAULT, name)):
+        raise InputError(f"{name}={value!r} and {old_name}={old_value!r} were given; expected {name} alone")
+    return value if old_value is None else old_value
 
 
 def register_pair(

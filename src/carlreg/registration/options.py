@@ -26,8 +26,8 @@ class PairInputs:
     moving: Annotated[Any, "The moving image."]
     fixed_mask: Annotated[Any, "Mask of the fixed image, on its grid: the similarity is measured inside it."] = None
     moving_mask: Annotated[Any, "Mask of the moving image, on its grid: the similarity is measured inside it."] = None
-    fixed_seg: Annotated[Any, "Labels of the fixed image, for scoring only."] = None
-    moving_seg: Annotated[Any, "Labels of the moving image, for scoring only; also written warped."] = None
+    fixed_seg: Annotated[Any, "Labels of the fixed image, on its grid, for scoring only."] = None
+    moving_seg: Annotated[Any, "Labels of the moving image, on its grid, for scoring only; also written warped."] = None
     fixed_landmarks: Annotated[Any, "Landmarks of the fixed image, for scoring only."] = None
     moving_landmarks: Annotated[Any, "The same landmarks in the moving image, in the same order."] = None
     initial_transform: Annotated[Any, "An initial transform from fixed to moving points."] = None
