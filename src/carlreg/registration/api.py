@@ -159,6 +159,7 @@ def register_pair(
         work.begin("look", "searching for a rotation")
         rotation, case = _rotated_back(case, loaded, device)
     pair = case.prepare(loaded, device)
+    work.warn(*case.warnings(), *pair.warnings)
 
     solution = solve(loaded.network, pair, options, case.fixed, work, callback)
     world = solution.transform
@@ -175,10 +176,8 @@ def register_pair(
     labels = None if case.moving_seg is None else world_transform.apply(world, case.moving_seg, case.fixed, "nearest")
     scores, dice = score(case, start, world)
     metrics |= scores
+    work.warn(*metric_warnings(metrics))
     records = describe_inputs(inputs, case, pair)
-    warnings = [*case.warnings(), *pair.warnings, *solution.warnings, *metric_warnings(metrics)]
-    for text in warnings:
-        logger.warning("%s", text)
     record = Report(
         model=loaded.provenance,
         look=None if rotation is None else describe_rotation(rotation),
@@ -191,7 +190,7 @@ def register_pair(
         metrics=metrics,
         dice=dice,
         losses=[] if solution.optimization is None else solution.optimization.result.losses,
-        warnings=warnings,
+        warnings=work.warnings,
         request=make_request(loaded, options, {name: one.sha256 for name, one in records.items()}),
     )
     return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread)

@@ -1,4 +1,4 @@
-"""What a registration is doing, and how long each part takes."""
+"""What a registration is doing, how long each part takes, and what it warns of."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Reports the part of the work that begins, and keeps the seconds of those that are over."""
+    """Reports the part of the work that begins, and keeps the seconds of each part and all warnings."""
 
     def __init__(self, report: Callable[[str], None] | None = None) -> None:
         self._report = report
         self._began: dict[str, float] = {}
+        self.warnings: list[str] = []
 
     def begin(self, part: str, text: str | None = None) -> None:
         """Begin a part, described as `text` or by its name."""
@@ -23,6 +24,11 @@ class Progress:
         logger.info("%s", description)
         if self._report is not None:
             self._report(description)
+
+    def warn(self, *texts: str) -> None:
+        for text in texts:
+            logger.warning("%s", text)
+        self.warnings.extend(texts)
 
     def seconds(self) -> dict[str, float]:
         """The seconds of each part, in order, and in all."""

@@ -65,7 +65,6 @@ class Solution:
 
     transform: WorldTransform
     metrics: dict[str, float] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
     optimization: Optimization | None = None
 
 
@@ -85,26 +84,26 @@ def solve(
         progress.begin("world_space")
         return Solution(fitted)
     progress.begin("network")
-    maps, warnings = _both(network, pair), list[str]()
+    maps = _both(network, pair)
     on_gpu = pair.fixed.tensor.is_cuda
     over: Way = ("weights" if on_gpu else "fields") if options.optimize == "auto" else options.optimize
     if options.allow_identity and (reason := _better_unregistered(maps, pair, options)):
         maps, over = (Identity(), Identity()), "fields"
-        warnings.append(reason)
+        progress.warn(reason)
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
         optimization = _optimize(network, maps, pair, options, over, callback)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
-            warnings.append(f"the optimisation ended early: {optimization.result.stopped}")
+            progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
     progress.begin("world_space")
     forward, backward = (phi.map_tensors(lambda tensor: tensor.detach().float().cpu()) for phi in maps)
     if kind != "deformable":
-        return Solution(fit_to_dense(forward, pair, kind), {}, tuple(warnings), optimization)
+        return Solution(fit_to_dense(forward, pair, kind), {}, optimization)
     metrics = {"inverse_consistency_mm": _inverse_consistency(forward, backward, pair)}
     world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
-    return Solution(world, metrics, tuple(warnings), optimization)
+    return Solution(world, metrics, optimization)
 
 
 def _inverse_consistency(forward: Transform, backward: Transform, pair: PreparedPair) -> float:
