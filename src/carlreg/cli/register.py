@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carlreg.cli._options import expand
-from carlreg.cli._shared import IMAGES, Overwrite, Quiet, Verbose, check_new, message, print_error, working
+from carlreg.cli._shared import IMAGES, Quiet, Verbose, check_new, message, print_error, working
 from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
+
+if TYPE_CHECKING:
+    from carlreg.model.loaded import LoadedModel
 
 
 def _iterations(text: str) -> int | None:
@@ -36,9 +40,36 @@ def _iterations(text: str) -> int | None:
 Some = Path | None
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What to write, and where."""
+
+    out: Annotated[Some, "The folder for all results; created if needed."] = None
+    transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm."] = None
+    warped_moving_out: Annotated[Some, "A file for the warped moving image alone."] = None
+    html: Annotated[bool, "Write report.html, which shows the result in a browser."] = True
+    overwrite: Annotated[bool, "Replace existing files."] = False
+
+    def files(self) -> dict[str, Path]:
+        """The folder and files that were given, by the name of their option."""
+        given = {"out": self.out, "transform-out": self.transform_out, "warped-moving-out": self.warped_moving_out}
+        return {name: path for name, path in given.items() if path is not None}
+
+    def check(self) -> None:
+        """Refuse what cannot be written, before any work is done for it."""
+        if self.out is not None:
+            ResultFolder(self.out).check_free(overwrite=self.overwrite)
+        if self.transform_out is not None:
+            check_new(self.transform_out, self.overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
+        if self.warped_moving_out is not None:
+            check_new(self.warped_moving_out, self.overwrite, IMAGES)
+
+
 @expand(
     fixed=Annotated[Some, typer.Option("--fixed", "-f")],
     moving=Annotated[Some, typer.Option("--moving", "-m")],
+    out=Annotated[Some, typer.Option("--out", "-o")],
+    overwrite=Annotated[bool, typer.Option("--overwrite")],
     io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
     io_sim=Annotated[SimilarityName, typer.Option()],
     optimize=Annotated[Optimize, typer.Option("--optimize", "--over")],
@@ -47,7 +78,7 @@ Some = Path | None
 def register(
     *,
     inputs: PairInputs,
-    out: Annotated[Some, typer.Option("--out", "-o", help="The folder for all results; created if needed.")] = None,
+    outputs: Outputs,
     pairs: Annotated[
         Some,
         typer.Option(
@@ -57,8 +88,6 @@ def register(
             "registered before from the same files, with the same model and options, are skipped."
         ),
     ] = None,
-    transform_out: Annotated[Some, typer.Option(help="A file for the transform alone: .h5, .hdf5 or .tfm.")] = None,
-    warped_moving_out: Annotated[Some, typer.Option(help="A file for the warped moving image alone.")] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -67,8 +96,6 @@ def register(
         ),
     ] = "default",
     options: RegisterOptions,
-    html: Annotated[bool, typer.Option(help="Write report.html, which shows the result in a browser.")] = True,
-    overwrite: Overwrite = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
@@ -77,64 +104,43 @@ def register(
     Writes warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json and report.html to the folder
     --out, and warped_seg.nii.gz if the moving image has labels.
     """
-    alone = inputs.sources() | {"transform_out": transform_out, "warped_moving_out": warped_moving_out}
     if pairs is not None:
-        given = [name for name, value in alone.items() if value is not None]
-        if given:
-            name = given[0].replace("_", "-")
+        if single := [*inputs.sources(), *(name for name in outputs.files() if name != "out")]:
+            name = single[0].replace("_", "-")
             raise typer.BadParameter(f"--{name} was given with --pairs; expected it in the table of pairs")
-        if out is None:
+        if outputs.out is None:
             raise typer.BadParameter("--pairs was given without --out; expected a folder for the results")
-        return _many(pairs, out, model, options, overwrite, html)
+        return _many(pairs, outputs.out, outputs, model, options)
     if inputs.fixed is None or inputs.moving is None:
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of pairs")
-    if out is None and transform_out is None and warped_moving_out is None:
+    if not outputs.files():
         raise typer.BadParameter("no output was given; expected --out, --transform-out or --warped-moving-out")
-    if transform_out is not None:
-        check_new(transform_out, overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
-    if warped_moving_out is not None:
-        check_new(warped_moving_out, overwrite, IMAGES)
-    _one(inputs, out, transform_out, warped_moving_out, model, options, overwrite, html)
+    _one(inputs, outputs, model, options)
     return 0
 
 
-def _one(
-    pair: PairInputs,
-    out: Path | None,
-    transform_out: Path | None,
-    warped_out: Path | None,
-    model: Any,
-    options: RegisterOptions,
-    overwrite: bool,
-    html: bool,
-) -> Report:
+def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options: RegisterOptions) -> Report:
     """Register and save a pair."""
     from carlreg.files import images, transform_files
     from carlreg.registration.api import register_pair
     from carlreg.show import report
 
-    if out is not None:
-        ResultFolder(out).check_free(overwrite=overwrite)
+    outputs.check()
+    overwrite = outputs.overwrite
     with working("reading") as progress:
         steps = _steps(options)
-        result = register_pair(
-            pair,
-            model,
-            options,
-            progress=progress.start,
-            callback=lambda step, _: progress.step(step, max(step, steps)),
-        )
+        step = lambda number, _: progress.step(number, max(number, steps))  # noqa: E731
+        result = register_pair(inputs, model, options, progress=progress.start, callback=step)
         progress.start("writing")
-        if out is not None:
-            result.save(out, overwrite=overwrite, extra={PAGE: report.page(result)} if html else None)
-        if transform_out is not None:
-            transform_files.write(result.transform, transform_out, overwrite=overwrite)
-        if warped_out is not None:
-            images.write(result.warped, warped_out, overwrite=overwrite)
-    record = result.record
+        if outputs.out is not None:
+            result.save(outputs.out, overwrite=overwrite, extra={PAGE: report.page(result)} if outputs.html else None)
+        if outputs.transform_out is not None:
+            transform_files.write(result.transform, outputs.transform_out, overwrite=overwrite)
+        if outputs.warped_moving_out is not None:
+            images.write(result.warped, outputs.warped_moving_out, overwrite=overwrite)
+    record, target = result.record, next(iter(outputs.files().values()))
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look["turned_back"] else ""
-    seconds = f"{record.seconds['total']:.0f} s"
-    message(f"{out or transform_out or warped_out}: {turned}{_summary(record.metrics)}{seconds}")
+    message(f"{target}: {turned}{_summary(record.metrics)}{record.seconds['total']:.0f} s")
     return record
 
 
@@ -165,7 +171,7 @@ def _summary(metrics: Mapping[str, float]) -> str:
 # ---- many pairs -----------------------------------------------------------------------------------------------------
 
 
-def _many(table: Path, out: Path, model: str, options: RegisterOptions, overwrite: bool, html: bool) -> int:
+def _many(table: Path, out: Path, outputs: Outputs, model: str, options: RegisterOptions) -> int:
     """Register every pair of the table with one model; the exit code is 1 if any of them failed."""
     from carlreg.files.tables import read_pairs
 
@@ -179,8 +185,8 @@ def _many(table: Path, out: Path, model: str, options: RegisterOptions, overwrit
         out,
         loaded,
         options,
-        register=lambda inputs, folder: _one(inputs, folder, None, None, loaded, options, overwrite, html),
-        overwrite=overwrite,
+        register=lambda inputs, folder: _one(inputs, replace(outputs, out=folder), loaded, options),
+        overwrite=outputs.overwrite,
         started=lambda name: message(f"pair {next(numbers)} of {len(pairs)}: {name}"),
         failed=print_error,
     )
