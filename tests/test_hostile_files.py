@@ -151,6 +151,48 @@ def test_a_model_file_takes_no_more_memory_than_its_tensors(tmp_path: Path) -> N
     assert "does not match its own architecture" in done.stderr, done.stderr
 
 
+def gif_bomb(path: Path, count: int) -> None:
+    """A GIF of 8 × 8 pixels whose codes, 12 bits each, stand for up to 3839 pixels each."""
+    codes = [(256, 9), (0, 9)]
+    width = 9
+    for code in range(258, 4096):
+        codes.append((code, width))
+        width += code + 1 == 1 << width and width < 12
+    bits = held = 0
+    data = bytearray()
+    for code, wide in codes:
+        bits |= code << held
+        held += wide
+        while held >= 8:
+            data.append(bits & 255)
+            bits, held = bits >> 8, held - 8
+    assert held == 0
+    data += bytes([0xFF, 0xFF, 0xFF]) * (count // 2)  # twice the last code
+    blocks = b"".join(bytes([len(data[i : i + 255])]) + data[i : i + 255] for i in range(0, len(data), 255))
+    head = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0xF7, 0, 0) + bytes(768)
+    path.write_bytes(head + b"," + struct.pack("<HHHHB", 0, 0, 8, 8, 0) + b"\x08" + blocks + b"\0;")
+
+
+def test_a_gif_takes_no_more_memory_than_its_pixels(tmp_path: Path) -> None:
+    gif_bomb(tmp_path / "21_manual1.gif", 1_000_000)  # 1.5 MB, or 4 GB if all of it is decoded
+    code = """if 1:
+        import importlib, importlib.util, sys
+        rooms = importlib.util.find_spec("carlreg.paper_data")
+        retina = importlib.import_module("carlreg.paper_data.retina" if rooms else "carlreg.datasets.retina")
+        print(retina.read(sys.argv[1]).shape)
+    """
+    limit = 3 * 2**30
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "21_manual1.gif")],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        check=False,
+    )
+    assert "MemoryError" not in done.stderr, "8 × 8 pixels take more than 3 GB"
+    assert done.stdout.strip() == "(8, 8)" or "cannot be read" in done.stderr, done.stderr[-300:]
+
+
 # ---- private files --------------------------------------------------------------------------------------------------
 
 META = """ObjectType = Image
@@ -228,6 +270,17 @@ def test_headers_that_contradict_themselves(
     tmp_path: Path, capsys: Err, patches: list[tuple[int, bytes]], expected: str
 ) -> None:
     refused(capsys, nifti(tmp_path / "a.nii", *patches), expected)
+
+
+def test_very_large_values_are_finite(tmp_path: Path) -> None:
+    network = carlreg.gradicon(3, 2, unet_down=(2, 2, 2, 2, 2), unet_up=(2, 2, 2, 2, 2))
+    ramp = np.linspace(-3e38, 3e38, 16, dtype=np.float32)[:, None, None] * np.ones((16, 16, 16), np.float32)
+    error = None
+    try:
+        carlreg.register(fixed=ramp, moving=ramp[::-1].copy(), model=network, io_iterations=0, device="cpu")
+    except ValueError as caught:
+        error = str(caught)
+    assert error is None, f"±3e38 was refused: {error}"
 
 
 def turned(degrees: float, offset: tuple[float, ...] = (0, 0, 0)) -> np.ndarray:
