@@ -1,9 +1,11 @@
-"""Maps of the world, as commands use them: one definition of folds, and no loops over voxels."""
+"""Maps of the world, as commands use them: one definition of folds, no loops over voxels, and little memory."""
 
 from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +68,45 @@ def test_a_bspline_is_evaluated_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
     expected = sitk.GetArrayFromImage(sitk.Resample(image, image, spline, sitk.sitkLinear, 0.0))
     assert np.abs(sitk.GetArrayFromImage(sitk.ReadImage(str(out))) - expected).max() < 0.01
     assert len(calls) < 100, f"TransformPoint was called {len(calls)} times for {values.size} voxels"
+
+
+MEASURE = """if 1:
+    import resource, sys
+    import SimpleITK, h5py, torch
+    from carlreg.cli import main
+
+    small, large, out = sys.argv[1:]
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    assert main(["convert", small, out]) == 0
+    before = peak()
+    assert main(["convert", large, out, "--overwrite"]) == 0
+    print(peak() - before)
+"""
+
+
+def test_a_field_is_converted_in_about_twice_its_memory(tmp_path: Path) -> None:
+    """From an ITK file to an image of displacements: the field itself, and what is written. Before, it took seven."""
+    megabytes = {}
+    for name, shape in (("small", (4, 4, 4)), ("large", (256, 256, 128))):
+        field = np.zeros((*shape[::-1], 3), np.float32)
+        field[1:3, 1:3, 1:3] = 1.5
+        megabytes[name] = field.nbytes / 2**20
+        write_field(tmp_path / f"{name}.h5", field)
+    arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "warp.nii.gz")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    used = float(done.stdout.split()[-1])
+    allowed = 3 * megabytes["large"] + 250  # slabs of points
+    assert used < allowed, f"{used:.0f} MB for a field of {megabytes['large']:.0f} MB"
+
+
+def write_field(path: Path, field: np.ndarray) -> None:
+    """An ITK file with a displacement field (z, y, x, 3) of 1 mm voxels."""
+    h5py = pytest.importorskip("h5py")
+    text = h5py.string_dtype("ascii")
+    with h5py.File(path, "w") as file:
+        for name, version in (("ITKVersion", "5.4.0"), ("HDFVersion", "1.8.0")):
+            file.create_dataset(name, data=[version], dtype=text)
+        group = file.create_group("TransformGroup/0")
+        group.create_dataset("TransformType", data=["DisplacementFieldTransform_float_3_3"], dtype=text)
+        group["TransformParameters"] = field.ravel()
+        group["TransformFixedParameters"] = [*field.shape[2::-1], 0.0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1]
