@@ -134,9 +134,11 @@ def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
         data = data[..., 0]
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
     if hasattr(image.header, "get_sform"):
-        stated, shape = nifti.affine_of(image.header.binaryblock, data.shape[:3], name), data.shape[:3]
-        if not nifti.distance(stated, affine, shape) <= 1e-3 * np.linalg.norm(affine[:3, :3], axis=0).min():
-            affine = stated  # otherwise nibabel's, which is more precise than a header
+        stated = nifti.affine_of(image.header.binaryblock, data.shape[:3], name)
+        apart = nifti.distance(stated, affine, data.shape[:3])
+        if not apart <= 1e-3 * np.linalg.norm(affine[:3, :3], axis=0).min():  # otherwise nibabel's is more precise
+            log.warning("%s: its file's positions are used, up to %.3g mm away from nibabel's affine", name, apart)
+            affine = stated
     axes = [*range(min(data.ndim, 3)), 3]
     return from_array(data, affine[np.ix_(axes, axes)], name=name)
 
