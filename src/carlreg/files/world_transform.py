@@ -363,7 +363,7 @@ def sd_log_jacobian(determinants: Image) -> float:
 
 def _without_border(image: Image) -> Tensor:
     inner = image.data[tuple(slice(1, -1) if n > 2 else slice(None) for n in image.shape)]
-    return torch.from_numpy(np.ascontiguousarray(inner))[None]
+    return torch.from_numpy(inner)[None]
 
 
 def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:

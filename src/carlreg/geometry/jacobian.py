@@ -56,7 +56,7 @@ def folding(transform: Transform, image: Tensor) -> float:
 
 def folds_percent(determinants: Tensor) -> float:
     """% |J| < 0: the percentage of voxels at which the map turns space inside out."""
-    return 100 * float((determinants < 0).double().mean())
+    return 100 * (int((determinants < 0).sum()) / determinants.numel())
 
 
 def sd_log_jacobian(determinants: Tensor, *, shift: float = 3.0) -> float:

@@ -216,10 +216,10 @@ def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str
     if world.is_linear:
         exact = {"inverse_consistency_mm": 0.0, "inverse_error_mm": 0.0, "inverse_error_max_mm": 0.0}
         return WorldTransform.linear(np.linalg.inv(world.affine)), exact
+    folds = world_transform.folds_percent(world_transform.jacobian_determinant(world, case.fixed))
     inverse, residual = world_transform.invert(world, case.moving)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
-    folds = world_transform.folds_percent(world_transform.jacobian_determinant(world, case.fixed))
     return inverse, {
         "inverse_consistency_mm": mean,
         "folds_percent": folds,
