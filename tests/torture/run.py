@@ -91,7 +91,7 @@ def preload() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1200, help="for a sample, in all")
-    parser.add_argument("--cases", type=int, help="of each family, at most")
+    parser.add_argument("--cases", type=int, help="of each family, at most; ten times as many of fuzzed files")
     parser.add_argument("--full", action="store_true", help="every case of every family")
     parser.add_argument("--only", default="", help="families whose name matches this regular expression")
     parser.add_argument("--state", type=Path, default=Path("torture-state.json"), help="where a full run stands")
@@ -114,7 +114,8 @@ def main() -> None:
             if done["cases"] < family.count and commit() not in done["commits"]:
                 done["commits"].append(commit())
             if not arguments.full:
-                attack(family, done, arguments.seconds / len(chosen), arguments.cases)
+                most = None if arguments.cases is None else arguments.cases * (10 if family.isolated else 1)
+                attack(family, done, arguments.seconds / len(chosen), most)
             while arguments.full and done["cases"] < family.count:
                 attack(family, done, 30)
                 arguments.state.write_text(json.dumps(state))
