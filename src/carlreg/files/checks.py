@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,12 @@ def check_finite(data: npt.NDArray[Any], name: str) -> None:
         raise ImageError(
             f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: replace them by 0"
         )
+
+
+def distance(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64], shape: Sequence[int]) -> float:
+    """The largest distance, in millimetres, between where two affine maps (D + 1, D + 1) put an image's voxels."""
+    corners = np.array([[*corner, 1] for corner in itertools.product(*((0, n - 1) for n in shape))])
+    return float(np.linalg.norm((corners @ (first - second).T)[:, :-1], axis=-1).max())
 
 
 def times(size: Iterable[int]) -> str:

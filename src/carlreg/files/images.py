@@ -11,7 +11,6 @@ formats are read by SimpleITK in a process of its own, so that a damaged or host
 from __future__ import annotations
 
 import gzip
-import itertools
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from carlreg.errors import OutputError
 from carlreg.files import isolated, nifti
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError as ImageError
-from carlreg.files.checks import check_finite, check_geometry, check_kind, check_size, check_spacing, times
+from carlreg.files.checks import check_finite, check_geometry, check_kind, check_size, check_spacing, distance, times
 from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
 from carlreg.geometry.grids import Grid
 
@@ -135,7 +134,7 @@ def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
     if hasattr(image.header, "get_sform"):
         stated = nifti.affine_of(image.header.binaryblock, data.shape[:3], name)
-        apart = nifti.distance(stated, affine, data.shape[:3])
+        apart = distance(stated, affine, (*data.shape, 1, 1)[:3])
         if not apart <= 1e-3 * np.linalg.norm(affine[:3, :3], axis=0).min():  # otherwise nibabel's is more precise
             log.warning("%s: its file's positions are used, up to %.3g mm away from nibabel's affine", name, apart)
             affine = stated
@@ -344,17 +343,11 @@ def _check_stored(image: Image, pixel_type: int, path: Path) -> None:
     if tuple(header.GetSize()) != image.shape:
         lost.append(f"a size of {times(image.shape)}")
     elif path.suffix.lower() not in WITHOUT_POSITION:
-        shift = largest_shift(affine_of(header), image)
+        shift = distance(affine_of(header), image.affine, image.shape)
         if shift > 0.01 * min(image.spacing):
             lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
     if lost:
         raise ImageError(f"{path} was not written: its format cannot hold {' or '.join(lost)}; choose another format")
-
-
-def largest_shift(affine: Matrix, image: Image) -> float:
-    """How far apart, in millimetres, another affine puts the image's voxels at most."""
-    corners = np.array(list(itertools.product(*((0, n - 1) for n in image.shape))))
-    return float(np.abs(map_points(affine, corners) - map_points(image.affine, corners)).max())
 
 
 def looks_like_labels(image: Image) -> bool:
@@ -373,7 +366,7 @@ def check_same_grid(other: Image, image: Image, what: str) -> None:
             f"{other.name} has {times(other.shape)} voxels but {image.name} has {times(image.shape)}; expected "
             f"{what} on the image's own grid: resample it"
         )
-    shift = largest_shift(other.affine, image)
+    shift = distance(other.affine, image.affine, image.shape)
     if shift > 0.1 * min(image.spacing):
         raise ImageError(
             f"{other.name} lies up to {shift:.3g} mm away from {image.name}; expected {what} on the image's own grid: "

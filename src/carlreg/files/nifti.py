@@ -8,7 +8,6 @@ either, the spacing alone. The same rule serves the headers of nibabel images, w
 from __future__ import annotations
 
 import gzip
-import itertools
 import logging
 import math
 import zlib
@@ -21,7 +20,7 @@ from typing import IO, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.files.checks import ImageError, check_size, check_spacing
+from carlreg.files.checks import ImageError, check_size, check_spacing, distance
 
 Matrix = npt.NDArray[np.float64]
 log = logging.getLogger(__name__)
@@ -184,14 +183,16 @@ def _offset(fields: Any, name: str) -> int:
 @np.errstate(all="ignore")  # NaN and infinity are refused later
 def _positions(fields: Any, shape: tuple[int, ...], name: str) -> Matrix:
     """The map of the module's rule. Warn if sform, qform and spacing disagree by more than a tenth of a voxel."""
-    unit = MILLIMETRES.get(int(fields["xyzt_units"]) & 7, 1.0)
+    unit, shape = MILLIMETRES.get(int(fields["xyzt_units"]) & 7, 1.0), shape[:3]
+    plane = len(shape) < 3
     spacing = np.abs(fields["pixdim"][1:4].astype(np.float64)) * unit
     spacing[len(shape) :] = 1  # a plane has no third axis
+    shape = (*shape, 1, 1)[:3]
     tolerance, stated = 0.1 * spacing.min(), []
     straight = qform = None
     if fields["sform_code"] > 0:
         sform = np.vstack([unit * fields["srow"].astype(np.float64), [0, 0, 0, 1]])
-        sform[2, 2] = 1 if len(shape) == 2 and not sform[:, 2].any() else sform[2, 2]
+        sform[2, 2] = 1 if plane and not sform[:, 2].any() else sform[2, 2]
         stated.append(sform)
         straight = _straightened(sform, spacing, shape, tolerance)
     if fields["qform_code"] > 0:
@@ -247,13 +248,6 @@ def _qform(fields: Any, spacing: Matrix, unit: float) -> Matrix:
     affine = np.eye(4)
     affine[:3, :3], affine[:3, 3] = turn * spacing * handed, unit * fields["qoffset"].astype(np.float64)
     return affine
-
-
-def distance(first: Matrix, second: Matrix, shape: tuple[int, ...]) -> float:
-    """How far apart, in millimetres, two affine maps (4, 4) put an image's voxels at most."""
-    ends = [(0, n - 1) for n in (*shape, 1, 1)[:3]]
-    corners = np.array([[*corner, 1] for corner in itertools.product(*ends)])
-    return float(np.linalg.norm((corners @ (first - second).T)[:, :3], axis=-1).max())
 
 
 def _skip(file: IO[bytes], count: int) -> None:

@@ -8,13 +8,11 @@ import numpy as np
 
 from carlreg.files.images import Image
 
-# ---- orientation ----------------------------------------------------------------------------------------------------
-
 
 def to_closest_ras(image: Image) -> Image:
     """The same voxels at the same world positions, with array axes that run closest to right, anterior, superior.
 
-    Of all orders of the axes, the one with the largest sum of |cosines|. 2-D images stay as they are.
+    The order of the axes is the one with the largest sum of |cosines|. 2-D images are returned as they are.
     """
     if image.dim == 2:
         return image
@@ -40,7 +38,7 @@ def to_closest_ras(image: Image) -> Image:
 
 
 def orientation(image: Image) -> str:
-    """Where each array axis runs to, as letters: "RAS" is right, anterior, superior; the closest ones if oblique."""
+    """The direction of each array axis as a letter: "RAS" is right, anterior, superior; the closest if oblique."""
     letters = ("LR", "PA", "IS") if image.dim == 3 else ("LR", "PA")
     words = []
     for axis in range(image.dim):

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from carlreg.errors import DependencyError, InputError, OutputError
 from carlreg.files import isolated, nifti
 from carlreg.files.atomic import write_atomically
-from carlreg.files.checks import ImageError, check_geometry, check_size
-from carlreg.files.images import NIFTI_HEADER, Image, Matrix, PathLike, count_bytes, largest_shift, write_sitk
+from carlreg.files.checks import ImageError, check_geometry, check_size, distance
+from carlreg.files.images import NIFTI_HEADER, Image, Matrix, PathLike, count_bytes, write_sitk
 from carlreg.files.itk import affine_of, itk_order, read_header, reason, simpleitk, vector_image
 from carlreg.files.world_transform import (
     ItkTransform,
@@ -90,7 +90,7 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
         header = read_header(temporary)
         if header.GetSize() != grid.shape or header.GetNumberOfComponents() != grid.dim:
             raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz or .mha")
-        shift = largest_shift(affine_of(header), grid)
+        shift = distance(affine_of(header), grid.affine, grid.shape)
         if shift > 0.01 * min(grid.spacing):
             raise TransformError(
                 f"{path} was not written: its format would move voxels by {shift:.3g} mm; expected .mha"

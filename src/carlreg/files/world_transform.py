@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from carlreg.errors import InputError
-from carlreg.files.images import Image, Matrix, largest_shift, map_points
+from carlreg.files.checks import distance
+from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.itk import itk_order, simpleitk, vector_image
 from carlreg.geometry import jacobian
 from carlreg.geometry.grids import Grid, Interpolation, interpolate
@@ -449,7 +450,7 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
     """The displacement (*shape, D) in voxels that Learn2Reg's evaluation reads from `disp_0001_0002.nii.gz`: the moving
     array is sampled at index + displacement, for every index of the fixed one. Both images must have the same grid.
     """
-    if fixed.shape != moving.shape or largest_shift(moving.affine, fixed) > 0.01 * min(fixed.spacing):
+    if fixed.shape != moving.shape or distance(moving.affine, fixed.affine, fixed.shape) > 0.01 * min(fixed.spacing):
         raise TransformError(
             f"{fixed.name} and {moving.name} have different grids ({fixed.shape}, {moving.shape}, or other headers); "
             "expected one grid, where a displacement in voxels has a meaning: resample one to the other's"
