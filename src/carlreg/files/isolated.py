@@ -178,8 +178,7 @@ def serve() -> None:
                     channel.write(np.ascontiguousarray(block).data)
             channel.flush()
     except Exception as error:  # whatever a library makes of a damaged file
-        text = reason(error) if isinstance(error, (RuntimeError, OSError)) and str(error).strip() else repr(error)
-        channel.write(json.dumps({"error": text}).encode() + b"\n")
+        channel.write(json.dumps({"error": reason(error)}).encode() + b"\n")
         channel.flush()
 
 

@@ -63,5 +63,6 @@ def itk_order(vectors: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def reason(error: Exception) -> str:
     """The last line of an error of SimpleITK's, whose messages are pages long and name its source files."""
-    last = str(error).strip().splitlines()[-1]
+    text = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)  # KeyError adds quotes
+    last = (text.strip() or type(error).__name__).splitlines()[-1]
     return re.sub(r"(sitk::|ITK )ERROR: |\w+\(0x[0-9a-f]+\): |\[nrrd\] \w+: ", "", last).strip(" .")
