@@ -101,7 +101,9 @@ def test_register_writes_a_folder_that_other_tools_understand(data: Path, tmp_pa
     assert report["dice"]["after"] == {"1": 1.0}
     entry = report["inputs"]["fixed"]
     assert entry["path"] == str(data / "fixed.nii.gz")
-    wanted = subprocess.run(["sha256sum", entry["path"]], capture_output=True, text=True).stdout.split()[0]
+    wanted = subprocess.run(
+        ["sha256sum", entry["path"]], capture_output=True, text=True, encoding="utf-8"
+    ).stdout.split()[0]
     assert entry["sha256"] == wanted
     assert report["model"]["licence"] == "yours"
     assert {"total", "network", "reading"} <= report["seconds"].keys()
@@ -458,7 +460,7 @@ def test_stopped_while_optimising(data: Path, tmp_path: Path, number: signal.Sig
     words = pair(data, tmp_path / "out" / "deep", "--verbose")
     words[words.index("--io-iterations") + 1] = 10**6
     command = [sys.executable, "-m", "carlreg", *map(str, words)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "optimisation" in line:

@@ -73,7 +73,9 @@ def start(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
     source = str(Path(__file__).parents[1] / "src")
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **variables}
     program = [sys.executable, "-m", "carlreg", *arguments]
-    return subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
 
 
 def same_weights(one: Path, other: Path, compare: Callable[..., bool] = torch.equal) -> bool:

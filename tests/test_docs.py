@@ -260,7 +260,12 @@ def test_the_citation_is_that_of_the_readme_and_this_version() -> None:
 def test_tables_and_plots_are_what_the_result_files_give() -> None:
     """Every table byte for byte, every plot within a tolerance; `make figures` rebuilds them."""
     check = subprocess.run(
-        [sys.executable, "experiments/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "experiments/figures.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert check.returncode == 0, check.stdout + check.stderr
 

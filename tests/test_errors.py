@@ -82,7 +82,7 @@ def test_what_the_system_refuses_is_one_line(
 def test_a_full_disk_behind_stdout() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "carlreg", "models", "licence"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     assert done.returncode == 1
     assert done.stderr == "carl: no space left on device\n"
 

@@ -186,6 +186,7 @@ def test_a_gif_takes_no_more_memory_than_its_pixels(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "21_manual1.gif")],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
         check=False,
     )

@@ -213,7 +213,12 @@ def test_public_names() -> None:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = "import sys, carlreg; print(sorted({'torch', 'numpy', 'SimpleITK'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])

@@ -288,7 +288,7 @@ def test_killed_at_any_moment(exists: str) -> None:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # quicker than a disk
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         words = [sys.executable, "-c", KILLS, folder, exists]
-        process = subprocess.run(words, capture_output=True, text=True, check=False)
+        process = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", check=False)
     assert process.returncode == 0, process.stderr
     kills = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(kills) > 5

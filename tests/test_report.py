@@ -79,7 +79,7 @@ def drawn(path: Path, point: list[float]) -> dict[str, Any]:
     """The results of the page's own functions: panels (height, width, 4) by plane and name, and points."""
     script = Path(__file__).parent / "render_report.js"
     done = subprocess.run(
-        ["node", script, PROGRAM, path, json.dumps(point)], capture_output=True, text=True, check=True
+        ["node", script, PROGRAM, path, json.dumps(point)], capture_output=True, text=True, encoding="utf-8", check=True
     )
     result = json.loads(done.stdout)
     result["panels"] = {

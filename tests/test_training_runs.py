@@ -62,7 +62,9 @@ def in_process(
     path = os.pathsep.join([*([more.pop("PYTHONPATH")] if "PYTHONPATH" in more else []), SOURCE])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
     program = (sys.executable, *program, *arguments)
-    return subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        program, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
 
 
 def wait_for_lines(log: Path, count: int, process: subprocess.Popen[str]) -> None:

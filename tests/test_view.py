@@ -318,7 +318,11 @@ def test_the_command_serves_until_it_is_stopped(out: Path) -> None:
     surroundings = {key: v for key, v in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
     surroundings |= {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "TERM": "dumb", "COLUMNS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "carlreg", "view", str(out)], stderr=subprocess.PIPE, text=True, env=surroundings
+        [sys.executable, "-m", "carlreg", "view", str(out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=surroundings,
     )
     try:
         assert process.stderr is not None

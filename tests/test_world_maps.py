@@ -93,7 +93,9 @@ def test_a_field_is_converted_in_about_twice_its_memory(tmp_path: Path) -> None:
         megabytes[name] = field.nbytes / 2**20
         write_field(tmp_path / f"{name}.h5", field)
     arguments = [str(tmp_path / name) for name in ("small.h5", "large.h5", "warp.nii.gz")]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, encoding="utf-8", check=True
+    )
     used = float(done.stdout.split()[-1])
     allowed = 3 * megabytes["large"] + 250  # slabs of points
     assert used < allowed, f"{used:.0f} MB for a field of {megabytes['large']:.0f} MB"
