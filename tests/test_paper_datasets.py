@@ -71,7 +71,12 @@ def test_abdomen_pairs_are_found_and_evaluated(abdomen: Path) -> None:
     found = evaluate(pairs[:2], {"before": identity}, labels=list(abdomen1k.LABELS), names=abdomen1k.LABELS)
     assert [found.label_name(label) for label in found.labels] == ["liver", "kidney", "spleen", "pancreas"]
     assert not any(scores.failures for scores in found.scores)
-    assert len(abdomen1k.subjects(abdomen)) == len({case for pair in abdomen1k.TEST_PAIRS for case in pair})
+    with pytest.raises(InputError, match="holds no pair of images"):
+        abdomen1k.pairs(abdomen, "val")
+    for case in (900, 903):
+        volume(abdomen / "AbdomenCT-1K-ImagePart1" / f"Case_{case:05}_0000.nii.gz")
+        volume(abdomen / "Mask" / f"Case_{case:05}.nii.gz", labels=True)
+    assert [pair.name for pair in abdomen1k.pairs(abdomen, "val")] == ["00903_to_00900", "00900_to_00903"]
 
 
 def test_abdomen_from_the_command_line(abdomen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +105,7 @@ def test_abdomen_preprocessing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hcp(tmp_path: Path) -> None:
-    for name in ("100307", "103414", "105115", "110411"):
+    for name in ("100307", "103414", "105115", "110411", "110613"):
         volume(tmp_path / "HCP_1200" / name / "T1w" / "T1w_acpc_dc_restore_brain.nii.gz")
     for name in ("100307", "103414", "105115"):
         folder = tmp_path / "manual_subcortical_segmentations_BWH" / name
@@ -109,12 +114,12 @@ def test_hcp(tmp_path: Path) -> None:
     assert len(pairs) == 6  # all there are of 3 subjects
     assert len({pair.name for pair in pairs}) == 6
     assert [pair.name for pair in hcp.pairs(tmp_path)] == [pair.name for pair in pairs]
-    assert [one.name for one in hcp.subjects(tmp_path, "train")] == ["110411"]
+    assert {pair.name for pair in hcp.pairs(tmp_path, "train")} == {"110411_to_110613", "110613_to_110411"}
     (tmp_path / "HCP_1200" / "103414" / "T1w" / "T1w_acpc_dc_restore_brain.nii.gz").unlink()
     with pytest.raises(InputError, match=r"lacks HCP_1200/103414/T1w/T1w_acpc_dc_restore_brain.nii.gz"):
-        hcp.check(tmp_path)
+        hcp.pairs(tmp_path)
     with pytest.raises(InputError, match="is not a folder; expected HCP_1200"):
-        hcp.check(tmp_path / "nowhere")
+        hcp.pairs(tmp_path / "nowhere")
 
 
 def test_hcp_preprocessing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +145,7 @@ def test_copdgene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pairs[0].moving_mask == tmp_path / "12042G" / "12042G_INSP_STD_USD_COPD_label.nii.gz"
     pairs[1].fixed_mask.unlink()  # type: ignore[union-attr]
     with pytest.raises(InputError, match=r"lacks 13216S/13216S_EXP_STD_USD_COPD_label.nii.gz"):
-        copdgene.check(tmp_path)
+        copdgene.pairs(tmp_path)
     monkeypatch.setattr(copdgene, "GRID", (4, 4, 4))
     scan = from_array(np.array([-1200, -1000, -500, 200], np.int16)[:, None, None] * np.ones((4, 4, 4), np.int16))
     mask = from_array(np.ones((4, 4, 4), np.uint8))
@@ -196,7 +201,7 @@ def test_dirlab_says_what_is_wrong(lungs: Path) -> None:
     assert "bytes; expected 64512 for (16, 16, 126) voxels of 16 bits" in scores.failures[0]
     (lungs / "copd4" / "copd4" / "copd4_300_iBH_xyz_r1.txt").unlink()
     with pytest.raises(InputError, match=r"lacks copd4/copd4_300_iBH_xyz_r1.txt"):
-        dirlab.check(lungs)
+        dirlab.pairs(lungs)
     with pytest.raises(ValueError, match="not named after one of the ten cases"):
         dirlab.read(lungs / "copd11_iBHCT.img")
     text = lungs / "x.txt"
@@ -260,20 +265,20 @@ def test_learn2reg(tmp_path: Path) -> None:
     pairs = learn2reg.pairs(tmp_path)
     assert [pair.name for pair in pairs] == ["0002_to_0001", "0001_to_0003"]
     assert pairs[0].moving_seg == tmp_path / "labelsTr" / "AbdomenCTCT_0002_0000.nii.gz"
-    assert [one.name for one in learn2reg.subjects(tmp_path)] == ["0001", "0002", "0003"]
+    assert len(learn2reg.pairs(tmp_path, "train")) == 3 * 2
     assert learn2reg.LABELS[6] == "liver"
     assert len(learn2reg.LABELS) == 13
     with pytest.raises(ValueError, match="lists nothing under 'registration_test'"):
         learn2reg.pairs(tmp_path, "test")
     (tmp_path / "labelsTr" / "AbdomenCTCT_0003_0000.nii.gz").unlink()
     with pytest.raises(InputError, match=r"lacks labelsTr/AbdomenCTCT_0003_0000.nii.gz"):
-        learn2reg.check(tmp_path)
+        learn2reg.pairs(tmp_path)
     (tmp_path / learn2reg.FILE).write_text('{"registration_val": [{"fixed": "a"}]}')
     with pytest.raises(ValueError, match="without fixed and moving"):
-        learn2reg.check(tmp_path)
+        learn2reg.pairs(tmp_path)
     (tmp_path / learn2reg.FILE).unlink()
     with pytest.raises(InputError, match=r"lacks AbdomenCTCT_dataset.json"):
-        learn2reg.check(tmp_path)
+        learn2reg.pairs(tmp_path)
 
 
 # ---- OASIS ----------------------------------------------------------------------------------------------------------
@@ -293,16 +298,16 @@ def test_oasis_in_both_layouts(tmp_path: Path) -> None:
     assert len(oasis.LABELS) == 14
     (tmp_path / "ours" / "val" / "1104_labels.nii.gz").unlink()
     with pytest.raises(InputError, match=r"lacks val/1104_labels.nii.gz"):
-        oasis.check(tmp_path / "ours")
-    with pytest.raises(InputError, match="holds nothing of it"):
-        oasis.check(tmp_path)
+        oasis.pairs(tmp_path / "ours")
+    with pytest.raises(InputError, match="holds no pair of images"):
+        oasis.pairs(tmp_path)
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "brain").is_dir(), reason="needs the shared data")
 def test_oasis_on_the_real_brains() -> None:
     pairs = oasis.pairs(SHARED / "data" / "brain")
     assert len(pairs) == 8 * 7
-    assert len(oasis.subjects(SHARED / "data" / "brain", "train")) == 15
+    assert len(oasis.pairs(SHARED / "data" / "brain", "train")) == 15 * 14
 
 
 # ---- retina ---------------------------------------------------------------------------------------------------------
@@ -369,12 +374,12 @@ def test_retina_split(tmp_path: Path) -> None:
     for number in range(21, 40):
         (tmp_path / f"{number}_manual1.gif").write_bytes(gif_bytes(np.eye(8, dtype=int)))
     with pytest.raises(InputError, match="holds 19 images; expected 20"):
-        retina.check(tmp_path)
+        retina.files(tmp_path)
     (tmp_path / "40_manual1.gif").write_bytes(gif_bytes(np.eye(8, dtype=int)))
-    train, test = retina.subjects(tmp_path, "train"), retina.subjects(tmp_path, "test")
-    assert [one.name for one in test] == [f"{n}_manual1" for n in range(35, 41)]
+    train, test = retina.files(tmp_path, "train"), retina.files(tmp_path, "test")
+    assert [file.stem for file in test] == [f"{n}_manual1" for n in range(35, 41)]
     assert len(train) == 14
-    pooled = retina.preprocess(retina.read(test[0].image))
+    pooled = retina.preprocess(retina.read(test[0]))
     assert pooled.shape == (1, 1, 2, 2)
     assert pooled.flatten().tolist() == [0.25, 0, 0, 0.25]
 
@@ -382,14 +387,14 @@ def test_retina_split(tmp_path: Path) -> None:
 @pytest.mark.skipif(not (SHARED / "data" / "retina").is_dir(), reason="needs the shared data")
 def test_real_gifs_against_pillow() -> None:
     pillow = pytest.importorskip("PIL.Image")
-    for one in retina.subjects(SHARED / "data" / "retina", "test"):
-        expected = np.array(pillow.open(one.image).convert("L"))
+    for file in retina.files(SHARED / "data" / "retina", "test"):
+        expected = np.array(pillow.open(file).convert("L"))
         assert expected.shape == (584, 565)
-        assert (retina.read_gif(one.image) == expected).all()
+        assert (retina.read_gif(file) == expected).all()
 
 
 def test_every_dataset_has_the_same_doors() -> None:
     for name in DATASETS:
         module = importlib.import_module(f"carlreg.paper_data.{name}")
-        for door in ("check", "pairs", "subjects", "preprocess", "LABELS", "DATASET"):
+        for door in ("pairs", "preprocess", "DATASET"):
             assert hasattr(module, door), (name, door)

@@ -104,7 +104,7 @@ def main() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     sets = {
-        split: torch.cat([retina.preprocess(retina.read(one.image)) for one in retina.subjects(arguments.data, split)])
+        split: torch.cat([retina.preprocess(retina.read(file)) for file in retina.files(arguments.data, split)])
         for split in ("train", "test")
     }
     phi, tau = train(sets["train"], arguments.steps, generator), FixedTranslation()

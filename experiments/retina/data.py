@@ -126,8 +126,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from carlreg.paper_data import retina
 
-    subjects = [subject for split in ("train", "test") for subject in retina.subjects(arguments.folder, split)]
-    images = np.stack([retina.read_gif(subject.image) > 127 for subject in subjects])
+    files = [file for split in ("train", "test") for file in retina.files(arguments.folder, split)]
+    images = np.stack([retina.read_gif(file) > 127 for file in files])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez(arguments.out, bits=np.packbits(images.reshape(20, -1), axis=1), shape=images.shape)
     print(f"{len(images)} segmentations of {images.shape[1]} × {images.shape[2]}, {images.mean():.1%} vessels")

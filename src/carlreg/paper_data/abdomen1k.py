@@ -17,7 +17,7 @@ from torch import Tensor
 
 from carlreg.files.images import Image, PathLike
 from carlreg.files.tables import Pair
-from carlreg.paper_data.dataset import Dataset, Subject, every_pair, pair_of, require, stretch
+from carlreg.paper_data.dataset import Dataset, Subject, complete, every_pair, pair_of, stretch
 
 GRID = (175, 175, 175)
 LABELS = {1: "liver", 2: "kidney", 3: "spleen", 4: "pancreas"}
@@ -35,27 +35,15 @@ TEST_PAIRS = (
 """The pairs of the appendix: the moving case, then the fixed one."""
 
 
-def check(root: PathLike) -> None:
-    """Refuse a folder that lacks an image or a label map of the 30 test pairs."""
-    cases = sorted({case for pair in TEST_PAIRS for case in pair})
-    needed = [_subject(Path(root), case) for case in cases]
-    require([path for one in needed for path in (one.image, one.labels) if path], Path(root), LAYOUT)
-
-
-def subjects(root: PathLike, split: str = "test") -> list[Subject]:
-    """The cases of a split; some numbers have none."""
-    cases = [_subject(Path(root), case) for case in SPLITS[split]]
-    present = [one for one in cases if one.image.is_file()]
-    require([one.image for one in present], Path(root), LAYOUT)
-    return present
-
-
 def pairs(root: PathLike, split: str = "test") -> list[Pair]:
-    """The paper's 30 pairs; for another split, all ordered pairs."""
-    if split != "test":
-        return every_pair(subjects(root, split))
-    check(root)
-    return [pair_of(_subject(Path(root), fixed), _subject(Path(root), moving)) for moving, fixed in TEST_PAIRS]
+    """The paper's 30 pairs; for another split, all ordered pairs of its cases. Some numbers have no case."""
+    root = Path(root)
+    if split == "test":
+        found = [pair_of(_subject(root, fixed), _subject(root, moving)) for moving, fixed in TEST_PAIRS]
+    else:
+        cases = [_subject(root, case) for case in SPLITS[split]]
+        found = every_pair([case for case in cases if case.image.is_file()])
+    return complete(found, root, LAYOUT)
 
 
 def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, str]:

@@ -12,7 +12,6 @@ a pair alike, and adds affine noise of 0.05 to each.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
@@ -23,42 +22,19 @@ from carlreg.files.images import Image, PathLike, check_same_grid
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.tables import Pair, stem
 from carlreg.geometry.resizing import resize
-from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
+from carlreg.paper_data.dataset import Dataset, Subject, complete, pair_of
 
 GRID = (175, 175, 175)
-LABELS: dict[int, str] = {}
-ENDINGS = (".nii.gz", ".nrrd")
 LAYOUT = "SUBJECT_INSP_*.nii.gz, SUBJECT_EXP_*.nii.gz and for each SUBJECT_*_label.nii.gz, or .nrrd"
 
 
-def check(root: PathLike) -> None:
-    """Refuse a folder without scans, an inhalation without its exhalation, and a scan without a mask."""
-    pairs(root)
-
-
-def subjects(root: PathLike, split: str = "train") -> list[Subject]:
-    """Each scan with its lung mask."""
-    scans = [
-        path
-        for ending in ENDINGS
-        for path in sorted(Path(root).rglob(f"*_INSP_*{ending}")) + sorted(Path(root).rglob(f"*_EXP_*{ending}"))
-        if not stem(path).endswith("_label")
-    ]
-    return [Subject(stem(path), path, mask=_mask(path)) for path in scans]
-
-
 def pairs(root: PathLike, split: str = "train") -> list[Pair]:
-    """Inhalation as the moving, exhalation as the fixed image."""
-    scans = {one.image: one for one in subjects(root, split)}
-    found: list[Pair] = []
-    for path, moving in scans.items():
-        if "_INSP_" in path.name:
-            partner = path.with_name(path.name.replace("_INSP_", "_EXP_"))
-            fixed = scans.get(partner, Subject(stem(partner), partner, mask=_mask(partner)))
-            found.append(pair_of(fixed, moving))
-    files = [path for pair in found for path in (pair.fixed, pair.moving, pair.fixed_mask, pair.moving_mask) if path]
-    require(files, Path(root), LAYOUT)
-    return found
+    """Inhalation as the moving, exhalation as the fixed image, each with its lung mask."""
+    root = Path(root)
+    moving = [path for ending in (".nii.gz", ".nrrd") for path in sorted(root.rglob(f"*_INSP_*{ending}"))]
+    scans = [(path.with_name(path.name.replace("_INSP_", "_EXP_")), path) for path in moving]
+    found = [pair_of(*map(_subject, pair)) for pair in scans if not stem(pair[1]).endswith("_label")]
+    return complete(found, root, LAYOUT)
 
 
 def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, str]:
@@ -72,8 +48,9 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, str]:
     return resize(masked, GRID), "-1000…0 HU scaled to 0…1, 0 outside the lungs"
 
 
-def _mask(scan: Path) -> Path:
-    return scan.with_name(re.sub(r"(\.nii\.gz|\.nrrd)$", r"_label\1", scan.name))
+def _subject(scan: Path) -> Subject:
+    mask = scan.with_name(scan.name.replace(stem(scan), f"{stem(scan)}_label"))
+    return Subject(stem(scan), scan, mask=mask)
 
 
-DATASET = Dataset(pairs, LABELS, preprocess)
+DATASET = Dataset(pairs, {}, preprocess)

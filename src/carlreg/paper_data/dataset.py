@@ -37,7 +37,7 @@ PLAIN = Dataset(read_pairs, {})
 
 @dataclass(frozen=True)
 class Subject:
-    """One image of a dataset, and what belongs to it."""
+    """An image of a dataset, and what belongs to it."""
 
     name: str
     image: Path
@@ -56,15 +56,16 @@ def every_pair(subjects: Sequence[Subject]) -> list[Pair]:
     return [pair_of(fixed, moving) for fixed in subjects for moving in subjects if fixed != moving]
 
 
-def require(files: Sequence[Path], root: Path, layout: str) -> None:
-    """Refuse a folder that lacks some of these files, with the first of them and the expected layout."""
-    if not root.is_dir():
-        raise InputError(f"{root} is not a folder; expected {layout}")
+def complete(pairs: Sequence[Pair], root: Path, layout: str) -> list[Pair]:
+    """The pairs, in a folder that has all their files; the error names the first missing one and the layout."""
+    files = sorted({path for pair in pairs for path in pair.files().values()})
     missing = [path for path in files if not path.is_file()]
-    if missing or not files:
-        first = f"lacks {missing[0].relative_to(root)}" if missing else "holds nothing of it"
-        others = f" and {len(missing) - 1} more of {len(files)} files" if len(missing) > 1 else ""
-        raise InputError(f"{root} {first}{others}; expected {layout}")
+    if files and not missing:
+        return list(pairs)
+    problem = f"lacks {missing[0].relative_to(root)}" if missing else "holds no pair of images"
+    if len(missing) > 1:
+        problem += f" and {len(missing) - 1} more of {len(files)} files"
+    raise InputError(f"{root} {problem if root.is_dir() else 'is not a folder'}; expected {layout}")
 
 
 def stretch(image: Image, grid: Sequence[int], *, maximum: float) -> tuple[Tensor, str]:

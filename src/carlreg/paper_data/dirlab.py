@@ -16,8 +16,8 @@ higher resolution, from COPDGene, and measures at the same landmarks. Preprocess
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,42 +25,29 @@ from carlreg.errors import InputError
 from carlreg.files.images import Image, Matrix, PathLike, from_array, map_points
 from carlreg.files.tables import Pair
 from carlreg.paper_data.copdgene import preprocess
-from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
+from carlreg.paper_data.dataset import Dataset, complete
 
 _SLICES = (121, 102, 126, 126, 131, 119, 112, 115, 116, 135)
 _SIDES = (0.625, 0.645, 0.652, 0.590, 0.647, 0.633, 0.625, 0.586, 0.644, 0.742)
 CASES = {f"copd{n}": case for n, case in enumerate(zip(_SLICES, _SIDES, strict=True), start=1)}
 """Number of slices, and voxel size within a slice in mm. Slices have 512 × 512 voxels and are 2.5 mm apart."""
 IN_PLANE, SLICE = 512, 2.5
-LABELS: dict[int, str] = {}
 LAYOUT = "copd1/copd1_iBHCT.img, copd1_eBHCT.img, copd1_300_iBH_xyz_r1.txt, copd1_300_eBH_xyz_r1.txt, to copd10"
-
-
-def check(root: PathLike) -> None:
-    """Refuse a folder that lacks a volume or a landmark file of the ten cases."""
-    root = Path(root)
-    require([_find(root, case, name) for case in CASES for phase in "ie" for name in _names(case, phase)], root, LAYOUT)
-
-
-def subjects(root: PathLike, split: str = "test") -> list[Subject]:
-    """The twenty scans."""
-    check(root)
-    return [_subject(Path(root), case, phase) for case in CASES for phase in "ie"]
 
 
 def pairs(root: PathLike, split: str = "test") -> list[Pair]:
     """The ten pairs, with their landmarks."""
-    check(root)
-    root = Path(root)
-    return [
-        replace(
-            pair_of(_subject(root, case, "e"), _subject(root, case, "i")),
-            name=case,
-            fixed_landmarks=_find(root, case, _names(case, "e")[1]),
-            moving_landmarks=_find(root, case, _names(case, "i")[1]),
-        )
-        for case in CASES
-    ]
+    root, found = Path(root), []
+    for case in CASES:
+        files: dict[str, Any] = {}
+        for side, phase in (("fixed", "e"), ("moving", "i")):
+            image = _find(root, case, f"{case}_{phase}BHCT.img")
+            mask = image.with_name(f"{image.stem}_mask.nii.gz")
+            points = _find(root, case, f"{case}_300_{phase}BH_xyz_r1.txt")
+            files |= {side: image, f"{side}_landmarks": points}
+            files |= {f"{side}_mask": mask} if mask.is_file() else {}
+        found.append(Pair(case, **files))
+    return complete(found, root, LAYOUT)
 
 
 def read(path: PathLike) -> Image:
@@ -89,18 +76,8 @@ def read_landmarks(path: PathLike, image: Image) -> Matrix:
     return map_points(image.index_to_world(), index - 1)
 
 
-def _names(case: str, phase: str) -> tuple[str, str]:
-    return f"{case}_{phase}BHCT.img", f"{case}_300_{phase}BH_xyz_r1.txt"
-
-
 def _find(root: Path, case: str, name: str) -> Path:
     return next(iter(sorted(root.rglob(name))), root / case / name)
 
 
-def _subject(root: Path, case: str, phase: str) -> Subject:
-    image = _find(root, case, _names(case, phase)[0])
-    mask = image.with_name(f"{image.stem}_mask.nii.gz")
-    return Subject(image.stem, image, mask=mask if mask.is_file() else None)
-
-
-DATASET = Dataset(pairs, LABELS, preprocess, read, read_landmarks)
+DATASET = Dataset(pairs, {}, preprocess, read, read_landmarks)

@@ -17,55 +17,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from carlreg.errors import InputError
 from carlreg.files.images import Image, PathLike
 from carlreg.files.tables import Pair
-from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require, stretch
+from carlreg.paper_data.dataset import Dataset, Subject, complete, pair_of, stretch
 
 GRID = (130, 155, 130)
-LABELS: dict[int, str] = {}
-"""Empty: all labels that occur, 1 to 28, are scored by their numbers."""
 COUNT, SEED = 100, 1
-LAYOUT = (
-    "HCP_1200/SUBJECT/T1w/T1w_acpc_dc_restore_brain.nii.gz and "
-    "manual_subcortical_segmentations_BWH/SUBJECT/SUBJECT_*_novdc-label.nii.gz"
-)
-
-
-def check(root: PathLike) -> None:
-    """Refuse a folder with fewer than two labelled subjects, or with labels whose image is missing."""
-    count = len(subjects(root, "test"))
-    if count < 2:
-        raise InputError(f"{root} holds {count} labelled subject; expected two or more: {LAYOUT}")
-
-
-def subjects(root: PathLike, split: str = "test") -> list[Subject]:
-    """The labelled subjects for "test", all others for "train"."""
-    root = Path(root)
-    labelled = {
-        path.parent.name: path
-        for path in sorted(root.glob("manual_subcortical_segmentations_BWH/*/*_*_novdc-label.nii.gz"))
-    }
-    if split == "train":
-        images = sorted(root.glob("HCP_1200/*/T1w/T1w_acpc_dc_restore_brain.nii.gz"))
-        found = [Subject(path.parts[-3], path) for path in images if path.parts[-3] not in labelled]
-    else:
-        found = [Subject(name, _image(root, name), labels) for name, labels in sorted(labelled.items())]
-    require([one.image for one in found], root, LAYOUT)
-    return found
+IMAGE, SEGMENTATIONS = "T1w/T1w_acpc_dc_restore_brain.nii.gz", "manual_subcortical_segmentations_BWH"
+LAYOUT = f"HCP_1200/SUBJECT/{IMAGE} and {SEGMENTATIONS}/SUBJECT/SUBJECT_*_novdc-label.nii.gz"
 
 
 def pairs(root: PathLike, split: str = "test") -> list[Pair]:
-    """100 different pairs of labelled subjects, or all if there are fewer, drawn with the paper's seed."""
-    check(root)
-    candidates = subjects(root, split)
+    """100 different pairs of labelled subjects or, for "train", of all others; all pairs if there are fewer."""
+    root = Path(root)
+    labels = {path.parent.name: path for path in sorted(root.glob(f"{SEGMENTATIONS}/*/*_*_novdc-label.nii.gz"))}
+    names = sorted(labels)
+    if split == "train":
+        names = sorted({path.parts[-3] for path in root.glob(f"HCP_1200/*/{IMAGE}")} - labels.keys())
+    subjects = [Subject(name, root / "HCP_1200" / name / IMAGE, labels.get(name)) for name in names]
     rng, chosen = random.Random(SEED), dict[str, Pair]()
-    while len(chosen) < min(COUNT, len(candidates) * (len(candidates) - 1)):
-        moving, fixed = rng.choice(candidates), rng.choice(candidates)
+    while len(chosen) < min(COUNT, len(subjects) * (len(subjects) - 1)):
+        moving, fixed = rng.choice(subjects), rng.choice(subjects)
         if moving != fixed:
             pair = pair_of(fixed, moving)
             chosen[pair.name] = pair
-    return list(chosen.values())
+    return complete(list(chosen.values()), root, LAYOUT)
 
 
 def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, str]:
@@ -73,8 +49,4 @@ def preprocess(image: Image, mask: Image | None = None) -> tuple[Tensor, str]:
     return stretch(image, GRID, maximum=0.9)
 
 
-def _image(root: Path, name: str) -> Path:
-    return root / "HCP_1200" / name / "T1w" / "T1w_acpc_dc_restore_brain.nii.gz"
-
-
-DATASET = Dataset(pairs, LABELS, preprocess)
+DATASET = Dataset(pairs, {}, preprocess)  # all labels that occur, 1 to 28, are scored by their numbers

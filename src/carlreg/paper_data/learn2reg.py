@@ -21,59 +21,37 @@ from carlreg.errors import InputError
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair, stem
 from carlreg.paper_data.abdomen1k import preprocess
-from carlreg.paper_data.dataset import Dataset, Subject, pair_of, require
+from carlreg.paper_data.dataset import Dataset, Subject, complete, every_pair, pair_of
 
-LABELS = dict(
-    enumerate(
-        (
-            *("spleen", "right kidney", "left kidney", "gallbladder", "oesophagus", "liver", "stomach", "aorta"),
-            *("inferior vena cava", "portal and splenic veins", "pancreas", "right adrenal", "left adrenal"),
-        ),
-        start=1,
-    )
+ORGANS = (
+    *("spleen", "right kidney", "left kidney", "gallbladder", "oesophagus", "liver", "stomach", "aorta"),
+    *("inferior vena cava", "portal and splenic veins", "pancreas", "right adrenal", "left adrenal"),
 )
+LABELS = dict(enumerate(ORGANS, start=1))
 FILE = "AbdomenCTCT_dataset.json"
-KEYS = {"val": "registration_val", "test": "registration_test"}
+KEYS = {"train": "training", "val": "registration_val", "test": "registration_test"}
 LAYOUT = f"{FILE}, imagesTr/ and labelsTr/"
 
 
-def check(root: PathLike) -> None:
-    """Refuse a folder that lacks its JSON file, or an image or a label map of the validation pairs."""
-    needed = [_subject(Path(root), name) for row in _listed(root, KEYS["val"]) for name in row.values()]
-    require([path for one in needed for path in (one.image, one.labels) if path], Path(root), LAYOUT)
-
-
-def subjects(root: PathLike, split: str = "train") -> list[Subject]:
-    """The training images, or for "val" those of the validation pairs."""
-    if split == "train":
-        names = [row["image"] for row in _listed(root, "training")]
-    else:
-        names = sorted({name for row in _listed(root, KEYS[split]) for name in row.values()})
-    found = [_subject(Path(root), name) for name in names]
-    require([one.image for one in found], Path(root), LAYOUT)
-    return found
-
-
 def pairs(root: PathLike, split: str = "val") -> list[Pair]:
-    """The pairs of the JSON file."""
-    if split == "val":
-        check(root)
-    return [
-        pair_of(_subject(Path(root), row["fixed"]), _subject(Path(root), row["moving"]))
-        for row in _listed(root, KEYS[split])
-    ]
+    """The pairs of the JSON file, for "train" all ordered pairs of its training images."""
+    root = Path(root)
+    rows = [{column: _subject(root, name) for column, name in row.items()} for row in _listed(root, KEYS[split])]
+    if split == "train":
+        return complete(every_pair([row["image"] for row in rows]), root, LAYOUT)
+    return complete([pair_of(row["fixed"], row["moving"]) for row in rows], root, LAYOUT)
 
 
-def _listed(root: PathLike, key: str) -> list[dict[str, str]]:
-    path = Path(root) / FILE
-    require([path], Path(root), LAYOUT)
+def _listed(root: Path, key: str) -> list[dict[str, str]]:
+    path, names = root / FILE, ("image",) if key == "training" else ("fixed", "moving")
+    if not path.is_file():
+        raise InputError(f"{root} lacks {FILE}; expected {LAYOUT}")
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
     except (ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({error}); expected the challenge's own file") from error
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} lists nothing under {key!r}; expected the challenge's own file")
-    names = ("image",) if key == "training" else ("fixed", "moving")
     if any(not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names) for row in rows):
         raise InputError(f"{path} has rows under {key!r} without {' and '.join(names)}; expected the challenge's file")
     return [{name: row[name] for name in names} for row in rows]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from carlreg.files.images import PathLike
 from carlreg.files.tables import Pair, stem
-from carlreg.paper_data.dataset import Dataset, Subject, every_pair, require
+from carlreg.paper_data.dataset import Dataset, Subject, complete, every_pair
 from carlreg.paper_data.hcp import preprocess
 
 LABELS = {
@@ -40,30 +40,16 @@ FOLDERS = {"train": "training", "val": "testing", "test": "testing"}
 LAYOUT = "NAME.nii.gz with NAME_labels.nii.gz, or training-images/NAME.nii.gz with training-labels/NAME_glm.nii.gz"
 
 
-def check(root: PathLike) -> None:
-    """Refuse a folder without images, or with an image that has no labels."""
-    subjects(root, "val")
-
-
-def subjects(root: PathLike, split: str = "val") -> list[Subject]:
-    """The subjects of a split, in the order of their names."""
-    root = Path(root)
-    challenge = root / f"{FOLDERS[split]}-images"
-    if challenge.is_dir():
-        labels = root / f"{FOLDERS[split]}-labels"
-        images = sorted(challenge.glob("*.nii.gz"))
-        found = [Subject(stem(path), path, labels / f"{stem(path)}_glm.nii.gz") for path in images]
-    else:
-        folder = root / split if (root / split).is_dir() else root
-        images = [path for path in sorted(folder.glob("*.nii.gz")) if not stem(path).endswith("_labels")]
-        found = [Subject(stem(path), path, path.with_name(f"{stem(path)}_labels.nii.gz")) for path in images]
-    require([path for one in found for path in (one.image, one.labels) if path], root, LAYOUT)
-    return found
-
-
 def pairs(root: PathLike, split: str = "val") -> list[Pair]:
-    """All ordered pairs of different subjects."""
-    return every_pair(subjects(root, split))
+    """All ordered pairs of different subjects of a split."""
+    root = Path(root)
+    images, labels, suffix = root / f"{FOLDERS[split]}-images", root / f"{FOLDERS[split]}-labels", "_glm"
+    if not images.is_dir():
+        images = labels = root / split if (root / split).is_dir() else root
+        suffix = "_labels"
+    files = [path for path in sorted(images.glob("*.nii.gz")) if not stem(path).endswith("_labels")]
+    subjects = [Subject(stem(path), path, labels / f"{stem(path)}{suffix}.nii.gz") for path in files]
+    return complete(every_pair(subjects), root, LAYOUT)
 
 
 DATASET = Dataset(pairs, LABELS, preprocess)

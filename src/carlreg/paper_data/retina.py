@@ -17,28 +17,19 @@ from torch import Tensor
 
 from carlreg.errors import InputError
 from carlreg.files.images import Image, PathLike, from_array
-from carlreg.files.tables import stem
 from carlreg.geometry.grids import pool
-from carlreg.paper_data.dataset import Subject, require
 
 COUNT, TRAIN = 20, 14
-LABELS = {1: "vessels"}
 LAYOUT = "21_manual1.gif to 40_manual1.gif"
 
 
-def check(root: PathLike) -> None:
-    """Refuse a folder that does not hold the 20 images."""
-    files = _files(Path(root))
-    require(files, Path(root), LAYOUT)
-    if len(files) != COUNT:
-        raise InputError(f"{root} holds {len(files)} images; expected {COUNT}: {LAYOUT}")
-
-
-def subjects(root: PathLike, split: str = "train") -> list[Subject]:
-    """14 images for training or 6 for testing."""
-    check(root)
-    files = _files(Path(root))
-    return [Subject(stem(path), path) for path in (files[:TRAIN] if split == "train" else files[TRAIN:])]
+def files(root: PathLike, split: str = "train") -> list[Path]:
+    """14 images for training or 6 for testing, in a folder with all 20."""
+    inner = Path(root) / "training" / "1st_manual"
+    found = sorted((inner if inner.is_dir() else Path(root)).glob("*_manual1.gif"))
+    if len(found) != COUNT:
+        raise InputError(f"{root} holds {len(found)} images; expected {COUNT}: {LAYOUT}")
+    return found[:TRAIN] if split == "train" else found[TRAIN:]
 
 
 def read_gif(path: PathLike) -> npt.NDArray[np.uint8]:
@@ -60,8 +51,3 @@ def read(path: PathLike) -> Image:
 def preprocess(image: Image) -> Tensor:
     """(1, 1, *shape / 4): averages over 4 × 4 pixels."""
     return pool(pool(torch.from_numpy(image.data.astype("float32"))[None, None]))
-
-
-def _files(root: Path) -> list[Path]:
-    inner = root / "training" / "1st_manual"
-    return sorted((inner if inner.is_dir() else root).glob("*_manual1.gif"))
