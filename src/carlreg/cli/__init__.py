@@ -18,6 +18,7 @@ import typer
 
 from carlreg import __version__
 from carlreg.cli._shared import Stopped, print_error
+from carlreg.cli._threads import respect_machine
 from carlreg.cli.convert import convert
 from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
@@ -75,6 +76,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0, 1 if the command failed, 2 for wrong usage."""
+    respect_machine()
     with _logging_to_stderr():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 

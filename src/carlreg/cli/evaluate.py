@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from carlreg.cli._shared import Overwrite, Quiet, Verbose, message
+from carlreg.cli._threads import Threads
 from carlreg.errors import InputError
 from carlreg.files.atomic import refuse_result
 
@@ -74,6 +75,7 @@ def evaluate(
         ),
     ] = None,
     overwrite: Overwrite = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from carlreg.cli._options import expand
 from carlreg.cli._shared import IMAGES, Quiet, Verbose, check_new, message, print_error, working
+from carlreg.cli._threads import Threads
 from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
 
@@ -96,6 +97,7 @@ def register(
         ),
     ] = "default",
     options: RegisterOptions,
+    threads: Threads = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:

@@ -11,6 +11,7 @@ import typer
 
 from carlreg.cli._options import expand
 from carlreg.cli._shared import Quiet, Stopped, Verbose
+from carlreg.cli._threads import Threads
 from carlreg.training.monitor import Monitor
 from carlreg.training.settings import Execution, Settings
 
@@ -53,6 +54,7 @@ def train(
         bool,
         typer.Option("--overwrite", help="Start again if the folder holds a run.", rich_help_panel="Execution"),
     ] = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
