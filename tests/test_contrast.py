@@ -85,3 +85,10 @@ def test_two_maps_share_a_contrast_if_they_are_given_one() -> None:
         render(map_, generator(seed), colours=colours, plain=True) for seed, map_ in enumerate((blocks(), blocks()))
     )
     assert torch.equal(one, other)
+
+
+def test_a_random_curve_keeps_more_contrast_than_one_drawn_blindly():
+    images = torch.rand(1, 1, 8, 8, 8, generator=torch.Generator().manual_seed(0)).expand(200, -1, -1, -1, -1)
+    chosen = random_contrast(images, torch.Generator().manual_seed(1)).flatten(1).std(dim=1)
+    blind = random_curves(200, torch.Generator().manual_seed(1)).std(dim=1)
+    assert chosen.quantile(0.05) > 1.5 * blind.quantile(0.05)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import time
 from dataclasses import dataclass, replace
@@ -32,11 +33,12 @@ from torch import Tensor
 
 from carlreg import Affine, RegistrationAlgorithm, load, pretrained, save, warp
 from carlreg.fast.precision import mixed_precision
-from carlreg.geometry.grids import interpolate
+from carlreg.geometry.grids import interpolate, voxel_points
 from carlreg.geometry.jacobian import folding
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
+from carlreg.synthesis.waves import Waves
 from carlreg.training.batches import Batch
 from carlreg.training.loop import Progress, train
 from carlreg.training.stages import Stage
@@ -60,6 +62,10 @@ CROPPED = ("abdomen", "abdomen_mr")
 """The sets whose field of view varies: some scans show the chest, some the pelvis."""
 WITHIN = ("cardiac", "lung")
 """The sets whose pairs show the same patient twice, in the same position."""
+BENT, BENT_WITHIN, BENT_TOGETHER = 0.6, 0.3, 0.8
+"""Largest slopes of the random deformations: of each image, of each image of the same patient, and of both alike."""
+WAVELENGTHS = (0.25, 1.2)
+"""Of the random deformations, in sides of the image."""
 MOST_ROOM = 0.8
 """Largest empty space around a scan, as a fraction of its side."""
 STRUCTURES = 14
@@ -136,6 +142,7 @@ def main() -> None:
         "--cropped", type=float, default=0.5, help="share of abdomens to crop by some slices at either end"
     )
     parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
+    parser.add_argument("--bent", type=float, default=0.6, help="share of images to deform at random")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument(
@@ -153,7 +160,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = Mixture(arguments.packs, arguments.side, device)
     data.changed, data.cropped, data.room = arguments.changed, arguments.cropped, arguments.room
-    data.synthetic = arguments.synthetic
+    data.synthetic, data.bent = arguments.synthetic, arguments.bent
     arguments.out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "commit": arguments.commit,
@@ -283,6 +290,8 @@ class View:
     window: tuple[float, float] | None = None
     """CT window of a scan in HU."""
     gamma: float = 1.0
+    slope: float = 0.0
+    """Slope of the random deformation of this image alone."""
     stripped: bool = False
     """For label maps: render only the brain."""
     dry: bool = False
@@ -302,12 +311,14 @@ class Pair:
     in the same contrast; or `t1`, the original image of a brain and a map rendered in T1 contrast."""
     labels: str | None = "labels"
     """`labels` of the pack, `tissues` (fluid, grey and white matter), or None."""
+    slope: float = 0.0
+    """Slope of the random deformation of both images alike."""
 
 
 class Mixture:
     """Packed volumes on the device, drawn as pairs for training and as labelled pairs for scoring."""
 
-    synthetic, changed, cropped, room, shift = 0.0, 0.5, 0.0, 0.0, 0.08
+    synthetic, changed, cropped, room, shift, bent = 0.0, 0.5, 0.0, 0.0, 0.08, 0.0
 
     def __init__(self, paths: list[Path], side: int, device: torch.device) -> None:
         self.side, self.device = side, device
@@ -395,7 +406,7 @@ class Mixture:
     def _views(self, views: list[View], pairs: list[Pair], own: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """The network's input images, the images for the loss, and the labels, for all views at once."""
         volumes = torch.stack([self.full[view.key] for view in views])[:, None].float()
-        points = Affine(torch.stack([view.matrix for view in views]).to(self.device)).on_grid_of(volumes)
+        points = self._points(volumes, views, pairs, own)
         tone = torch.tensor([self._tone(view) for view in views]).to(self.device).T.reshape(3, -1, 1, 1, 1, 1)
         images = interpolate(volumes, points, outside="zeros")
         images = (images * tone[0] + tone[1]).clamp(0, 1) ** tone[2]
@@ -431,6 +442,19 @@ class Mixture:
             colours = torch.stack([common[n % len(pairs)] for n in organs])
             targets[organs] = render(labels[organs], own, colours=colours, plain=True)
         return inputs, targets, labels
+
+    def _points(self, volumes: Tensor, views: list[View], pairs: list[Pair], own: torch.Generator) -> Tensor:
+        """Where each image samples its scan, (B, *shape, 3): a deformation shared by the pair, the image's affine map,
+        and a deformation of its own."""
+
+        def waves(slopes: list[float]) -> Waves:
+            slope = torch.tensor(slopes)
+            return Waves.random(len(slopes), 3, wavelength=WAVELENGTHS, slope=slope, generator=own, count=8)
+
+        grid = voxel_points(volumes).expand(len(pairs), *(-1,) * 4)
+        points = waves([pair.slope for pair in pairs])(grid).repeat(2, 1, 1, 1, 1)
+        points = Affine(torch.stack([view.matrix for view in views]).to(self.device))(points)
+        return waves([view.slope for view in views])(points)
 
     @staticmethod
     def _tone(view: View) -> tuple[float, float, float]:
@@ -497,15 +521,21 @@ class Mixture:
         mirror = chance(0.5)
         room = 1 + MOST_ROOM * uniform(0, 1) if chance(self.room) else 1.0
         common = self._noise(generator, keys[0], room, 1.0)
+        if kind == "cardiac":  # hearts are small in the image and lie at any angle
+            angle, zoom = 0.35 * float(torch.randn((), generator=generator)), uniform(0.55, 1.1)
+            common = zoomed(common, zoom, angle)
         window = (uniform(-1024, -850), uniform(0, 600)) if kind == "lung" else None
         one_stripped, views = int(torch.randint(4, (), generator=generator)), []
         for number, key in enumerate(keys):
             if within:
                 matrix = common + torch.cat([0.01 * torch.randn(3, 3, generator=generator), torch.zeros(3, 1)], 1)
                 matrix[:, 3] += 0.01 * torch.randn(3, generator=generator)
+            elif kind == "cardiac":
+                matrix = zoomed(self._noise(generator, key, room, 1.0), zoom, angle)
             else:
                 matrix = self._noise(generator, key, room, 1.0)
             view = View(key, matrix, chance(self.changed), window=window)
+            view.slope = uniform(0, BENT_WITHIN if within else BENT) if chance(self.bent) else 0.0
             view.gamma = float(torch.exp(0.25 * torch.randn((), generator=generator)))
             if key.startswith("abdomen/") and chance(0.25):
                 view.changed, view.wide = False, uniform(0.3, 0.75)
@@ -520,7 +550,8 @@ class Mixture:
                 view.matrix[:, 3] += view.matrix[:, 0]
                 view.matrix[:, 0] *= -1
             views.append(view)
-        return Pair(views[0], views[1], compare, labels)
+        slope = uniform(0, BENT_TOGETHER) if within and chance(self.bent) else 0.0
+        return Pair(views[0], views[1], compare, labels, slope)
 
     def _twice(self, kind: str, key: str) -> list[str]:
         """Both scans of the patient shown in this one."""
@@ -612,6 +643,16 @@ class Mixture:
             if name == "abdomen":
                 row["dice_five"] = mean_score(dice(warped, labels_f, ABDOMEN_FIVE))
         return row
+
+
+def zoomed(matrix: Tensor, zoom: float, angle: float) -> Tensor:
+    """The map (3, 4) after a rotation within slices and a zoom about the centre of the image."""
+    cos, sin = math.cos(angle), math.sin(angle)
+    linear = zoom * torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0], [0.0, 0.0, 1.0 / max(zoom, 0.8)]])
+    centre = torch.full((3,), 0.5)
+    return torch.cat(
+        [matrix[:, :3] @ linear, (matrix @ torch.cat([centre - linear @ centre, torch.ones(1)]))[:, None]], 1
+    )
 
 
 def in_wide_window(image: Tensor, black: float) -> Tensor:

@@ -19,6 +19,8 @@ BIAS, NOISE = 0.35, 0.04
 """Maximum standard deviations of the bias field's logarithm and of the noise."""
 WAVES = 4
 """Number of cosines along each axis in a bias field, including the constant one."""
+FOREGROUND, SAMPLE = 0.05, 4096
+"""The contrast of a curve is judged by about so many voxels brighter than this."""
 STEPS = 256
 """Intensities at which a curve is tabulated."""
 
@@ -26,14 +28,27 @@ STEPS = 256
 def random_contrast(images: Tensor, generator: torch.Generator) -> Tensor:
     """Apply a piecewise linear curve with 3 to 6 random knots, a smooth bias field and noise to each image.
 
-    Images are (B, C, *shape), from 0 to 1, and so is the result.
+    Images are (B, C, *shape), from 0 to 1, and so is the result. Of two random curves, each image gets the one that
+    leaves its foreground more contrast.
 
     >>> inputs = random_contrast(images, torch.Generator(images.device).manual_seed(0))
     """
     if not images.is_floating_point():
         raise TypeError(f"the images have dtype {images.dtype}; expected floating point, from 0 to 1")
-    changed = _apply(random_curves(len(images), generator).to(images), images)
-    return _shade(changed, generator)
+    curves = random_curves(2 * len(images), generator).to(images).chunk(2)
+    voxels = images.flatten(1)
+    voxels = voxels[:, :: max(1, voxels.shape[1] // SAMPLE)]
+    inside = voxels > FOREGROUND
+    spread = [_variance(_apply(curve, voxels), inside) for curve in curves]
+    chosen = torch.where((spread[0] >= spread[1])[:, None], *curves)
+    return _shade(_apply(chosen, images), generator)
+
+
+def _variance(values: Tensor, inside: Tensor) -> Tensor:
+    """The variance of each row (B, n) where `inside`."""
+    count = inside.sum(1).clamp(min=1)
+    mean = (values * inside).sum(1) / count
+    return ((values - mean[:, None]).square() * inside).sum(1) / count
 
 
 def random_curves(count: int, generator: torch.Generator) -> Tensor:
