@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ if not torch.cuda.is_available():
 
 from torch import Tensor, nn
 
+from carlreg.files.tables import COLUMNS, Pair
 from carlreg.model.unet import UNet
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -93,3 +96,16 @@ def paste(patch: Tensor, canvas: tuple[int, ...], at: tuple[int, ...]) -> Tensor
 def voxels(points: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """Unit coordinates, or differences of them, in voxels of an image with these sides."""
     return points * torch.tensor([max(n - 1, 1) for n in shape]).to(points)
+
+
+def write_pairs(pairs: Sequence[Pair], path: Path) -> None:
+    """Write pairs as a CSV file, with absolute paths."""
+
+    def text(value: str | Path | tuple[Path, ...] | None) -> str:
+        if isinstance(value, tuple):
+            return ";".join(text(one) for one in value)
+        return str(value.resolve()) if isinstance(value, Path) else value or ""
+
+    columns = [name for name in COLUMNS if any(getattr(pair, name) for pair in pairs)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([columns, *([text(getattr(pair, name)) for name in columns] for pair in pairs)])

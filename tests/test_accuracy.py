@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL
+from conftest import SMALL, write_pairs
 
 from carlreg.cli import main
 from carlreg.evaluation.baselines import BASELINES
 from carlreg.evaluation.sources import Result, identity
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, from_array, write
-from carlreg.files.tables import Pair, write_pairs
+from carlreg.files.tables import Pair
 from carlreg.files.transform_files import write as write_transform
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.files import save

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_pairs
 from test_agreement import state_dict
 
 from carlreg import register
@@ -18,7 +19,7 @@ from carlreg.evaluation.baselines import BASELINES, cached, icon
 from carlreg.evaluation.scores import score
 from carlreg.evaluation.sources import Result, identity, in_folder
 from carlreg.files.images import Image, from_array, read, write
-from carlreg.files.tables import Pair, write_pairs
+from carlreg.files.tables import Pair
 from carlreg.model.icon import from_icon
 from carlreg.model.loaded import load_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, write_pairs
 from test_metrics import wavy
 
 from carlreg import gradicon, register, save
@@ -23,7 +23,7 @@ from carlreg.evaluation.statistics import sign_flip_test
 from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points, write
 from carlreg.files.landmarks import read_landmarks
-from carlreg.files.tables import Pair, read_pairs, write_pairs
+from carlreg.files.tables import Pair, read_pairs
 from carlreg.files.world_transform import WorldTransform
 
 sitk = pytest.importorskip("SimpleITK")

@@ -1,7 +1,5 @@
 """Checks of images and their headers: what can be refused before memory is taken for voxels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -13,6 +11,7 @@ import numpy.typing as npt
 
 from carlreg.errors import InputError
 
+Matrix = npt.NDArray[np.float64]
 MOST_VOXELS = 4e9
 
 
@@ -23,13 +22,12 @@ class ImageError(InputError):
 def check_kind(dim: int, size: Iterable[int], components: int, name: str) -> None:
     """Refuse anything but one scalar 2-D or 3-D image."""
     if dim not in (2, 3):
-        raise ImageError(
-            f"{name} is {dim}-D ({times(size)}); expected one 2-D or 3-D image: extract one time point or channel"
-        )
+        expected = "one 2-D or 3-D image: extract one time point or channel"
+        raise ImageError(f"{name} is {dim}-D ({times(size)}); expected {expected}")
     if components != 1:
+        expected = "one: convert it to grey values or choose a component"
         raise ImageError(
-            f"{name} has {components} components per voxel (colour, vectors or complex numbers); expected one: "
-            "convert it to grey values or choose a component"
+            f"{name} has {components} components (colour, vectors, complex) per voxel; expected {expected}"
         )
 
 
@@ -58,28 +56,23 @@ def check_spacing(spacing: Sequence[float], name: str) -> None:
         raise ImageError(f"{name} declares a spacing of {numbers} mm; expected positive numbers: correct its header")
 
 
-def check_geometry(affine: npt.NDArray[np.float64], name: str) -> None:
+def check_geometry(affine: Matrix, name: str) -> None:
     """Refuse positions that are not finite and axes that lie in a plane."""
     if not np.isfinite(affine).all():
         raise ImageError(f"{name} has a direction or origin that is not finite; expected numbers: correct its header")
     lengths = np.linalg.norm(affine[:-1, :-1], axis=0)
     check_spacing(lengths.tolist(), name)
     if abs(np.linalg.det(affine[:-1, :-1] / lengths)) < 1e-3:
-        raise ImageError(
-            f"{name} has a singular direction matrix; expected axes that point different ways: correct its header"
-        )
+        raise ImageError(f"{name} has a singular direction matrix; expected axes in different directions: correct it")
 
 
 def check_finite(data: npt.NDArray[Any], name: str) -> None:
     """Refuse NaN and infinity."""
-    bad = data.size - int(np.isfinite(data).sum())
-    if bad:
-        raise ImageError(
-            f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: replace them by 0"
-        )
+    if bad := data.size - int(np.isfinite(data).sum()):
+        raise ImageError(f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: set them to 0")
 
 
-def distance(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64], shape: Sequence[int]) -> float:
+def distance(first: Matrix, second: Matrix, shape: Sequence[int]) -> float:
     """The largest distance, in millimetres, between where two affine maps (D + 1, D + 1) put an image's voxels."""
     corners = np.array([[*corner, 1] for corner in itertools.product(*((0, n - 1) for n in shape))])
     return float(np.linalg.norm((corners @ (first - second).T)[:, :-1], axis=-1).max())

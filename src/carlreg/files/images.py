@@ -8,8 +8,6 @@ of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.geometry.gr
 formats are read by SimpleITK in a process of its own, so that a damaged or hostile file cannot crash this one.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import math
@@ -26,17 +24,15 @@ import numpy.typing as npt
 
 from carlreg.errors import OutputError
 from carlreg.files import isolated, nifti
+from carlreg.files.atomic import PathLike as PathLike
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError as ImageError
+from carlreg.files.checks import Matrix as Matrix
 from carlreg.files.checks import check_finite, check_geometry, check_kind, check_size, check_spacing, distance, times
 from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
 from carlreg.geometry.grids import Grid
 
-PathLike = str | os.PathLike[str]
-Matrix = npt.NDArray[np.float64]
-
-NIFTI_HEADER = 352
-"""Bytes before the voxels of a NIfTI-1 file."""
+NIFTI_HEADER = 352  # bytes before the voxels of a NIfTI-1 file
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
 
@@ -103,9 +99,6 @@ def map_points(matrix: npt.NDArray[np.floating[Any]], points: npt.ArrayLike) -> 
     return np.asarray(points, dtype=np.float64) @ matrix[:-1, :-1].T + matrix[:-1, -1]
 
 
-# ---- from memory ----------------------------------------------------------------------------------------------------
-
-
 def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name: str = "array") -> Image:
     """An image from an array and a matrix from its indices to world millimetres (LPS); without one, 1 mm voxels."""
     array = np.asarray(data)
@@ -133,7 +126,7 @@ def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
         data = data[..., 0]
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
     if hasattr(image.header, "get_sform"):
-        stated = nifti.affine_of(image.header.binaryblock, data.shape[:3], name)
+        stated = nifti.positions(nifti.fields_of(image.header.binaryblock, name), data.shape[:3], name)
         apart = distance(stated, affine, (*data.shape, 1, 1)[:3])
         if not apart <= 1e-3 * np.linalg.norm(affine[:3, :3], axis=0).min():  # otherwise nibabel's is more precise
             log.warning("%s: its file's positions are used, up to %.3g mm away from nibabel's affine", name, apart)
@@ -148,19 +141,16 @@ def as_image(source: Any, name: str) -> Image:
         return source
     if isinstance(source, (str, os.PathLike)):
         return read(source)
-    if isinstance(source, np.ndarray):
-        return from_array(source, name=name)
     kind = type(source).__module__.partition(".")[0]
     if kind == "torch":
-        return from_array(source.detach().cpu().numpy(), name=name)
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        return from_array(source, name=name)
     if kind == "SimpleITK":
         return from_sitk(source, name=name)
     if kind == "nibabel":
         return from_nibabel(source, name=name)
     raise TypeError(f"{name} is a {type(source).__name__}; expected a path, an Image, an array, SimpleITK or nibabel")
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def read(path: PathLike) -> Image:
@@ -183,28 +173,21 @@ def read(path: PathLike) -> Image:
         check_kind(header.dim, header.shape, header.components, str(path))
         affine = header.affine()
         check_geometry(affine, str(path))
-        image = Image(np.ascontiguousarray(nifti.read_voxels(path, header)), affine, str(path))
+        voxels = nifti.read_voxels(path, header)
     else:
         _check_complete(path)
-        image = _read_isolated(path)
-    check_finite(image.data, image.name)
-    return image
+        with _reasons(path):
+            affine, voxels = isolated.read_image(path, lambda header: _check_header(header, str(path)))
+        voxels = voxels.T
+    check_finite(voxels, str(path))
+    return Image(np.ascontiguousarray(voxels), affine, str(path))
 
 
-def _read_isolated(path: Path) -> Image:
-    """Read by SimpleITK, in a process of its own."""
-    with _reasons(path):
-        affine, voxels = isolated.read_image(path, lambda header: check_header(header, str(path)))
-    return Image(np.ascontiguousarray(voxels.T), affine, str(path))
-
-
-def check_header(header: Mapping[str, Any], name: str, slices: int = 1) -> None:
+def _check_header(header: Mapping[str, Any], name: str) -> None:
     """Refuse what the header of `isolated.reading` already shows to be unusable."""
-    size, affine = header["size"], np.array(header["affine"])
-    check_kind(len(size), size, header["components"], name)
-    check_size(size if slices == 1 else (*size[:2], slices), name, header["width"])
+    check_kind(len(header["size"]), header["size"], header["components"], name)
     check_spacing(header["spacing"], name)
-    check_geometry(affine, name)
+    check_geometry(np.array(header["affine"]), name)
 
 
 def read_labels(path: PathLike) -> Image:
@@ -225,14 +208,14 @@ def _read_series(folder: Path) -> Image:
     with _reasons(folder), isolated.reading("series", folder) as child:
         header = child.header()
         if not header["series"]:
-            raise ImageError(
-                f"{folder} is a folder without a DICOM series; expected DICOM slices: check the folder, or give a file"
-            )
-        name = f"{folder} (DICOM series {header['name']}, {header['files']} files)"
+            raise ImageError(f"{folder} is a folder without a DICOM series; expected one, or a file: check the path")
+        files, size = header["files"], header["size"]
+        name = f"{folder} (DICOM series {header['name']}, {files} files)"
         level = logging.WARNING if header["series"] > 1 else logging.INFO
         log.log(level, "%s: read the largest of %d series", name, header["series"])
-        check_header(header, name, header["files"])
-        child.proceed(math.prod(header["size"]) * header["width"] * header["files"])
+        _check_header(header, name)
+        check_size(size if files == 1 else (*size[:2], files), name, header["width"])
+        child.proceed(math.prod(size) * header["width"] * files)
         volume = child.header()
         image = Image(np.ascontiguousarray(child.array().T), np.array(volume["affine"]), name)
     if image.dim == 3 and volume["stated"] is not None:
@@ -255,7 +238,7 @@ def _reasons(path: Path, verb: str = "read") -> Iterator[None]:
     except (RuntimeError, isolated.UnreadableError) as error:
         why = reason(error)
         expected = (
-            "a whole image file: copy or export it again" if verb == "read" else "another format, such as .nii.gz"
+            "another format, such as .nii.gz" if verb == "written" else "a whole image file: copy or export it again"
         )
         if "ImageIO" in why:
             why = "not an image of a format that SimpleITK reads"
@@ -275,9 +258,6 @@ def _check_complete(path: Path) -> None:
         content = path.read_bytes()
         if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):  # no end after the last scan's start
             raise ImageError(f"{path} is truncated: it has no end marker; expected a whole JPEG: copy it again")
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
@@ -362,13 +342,9 @@ def looks_like_labels(image: Image) -> bool:
 def check_same_grid(other: Image, image: Image, what: str) -> None:
     """Refuse a mask or a label map whose voxels are not the image's, to a tenth of a voxel."""
     if other.shape != image.shape:
-        raise ImageError(
-            f"{other.name} has {times(other.shape)} voxels but {image.name} has {times(image.shape)}; expected "
-            f"{what} on the image's own grid: resample it"
-        )
-    shift = distance(other.affine, image.affine, image.shape)
-    if shift > 0.1 * min(image.spacing):
-        raise ImageError(
-            f"{other.name} lies up to {shift:.3g} mm away from {image.name}; expected {what} on the image's own grid: "
-            "resample it"
-        )
+        problem = f"has {times(other.shape)} voxels but {image.name} has {times(image.shape)}"
+    elif (shift := distance(other.affine, image.affine, image.shape)) > 0.1 * min(image.spacing):
+        problem = f"lies up to {shift:.3g} mm away from {image.name}"
+    else:
+        return
+    raise ImageError(f"{other.name} {problem}; expected {what} on the image's own grid: resample it")

@@ -14,8 +14,6 @@ In the plane, the first two are enough. A file without a header has two or three
 else is refused, never guessed.
 """
 
-from __future__ import annotations
-
 import copy
 import csv
 import io
@@ -31,6 +29,7 @@ import numpy as np
 from carlreg.errors import InputError
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, PathLike, as_image, map_points
+from carlreg.files.tables import read_text
 
 Space = Literal["LPS", "RAS"]
 ENDINGS = (".fcsv", ".mrk.json", ".csv", ".tsv", ".txt")
@@ -54,15 +53,6 @@ class Points:
     columns: tuple[int, ...] = ()  # of the coordinates in these
     separator: str = ","
 
-    def replaced(self, positions: Matrix) -> bytes:
-        """The file's content with other positions (N, D), LPS."""
-        if positions.shape != self.positions.shape:
-            raise PointsError(
-                f"{positions.shape} points cannot replace {self.positions.shape}; expected the same number"
-            )
-        signed = positions * _sign(self.space, positions.shape[1])
-        return (_json_bytes if self.ending == ".mrk.json" else _row_bytes)(self, signed)
-
 
 def read_points(
     path: PathLike, *, space: Space = "LPS", dim: int | None = None, image: Image | PathLike | None = None
@@ -79,12 +69,7 @@ def read_points(
     ending = next((one for one in ENDINGS if name.name.lower().endswith(one)), None)
     if ending is None:
         raise PointsError(f"{path} has an unknown extension; expected one of {', '.join(ENDINGS)}")
-    if not name.is_file():
-        raise PointsError(f"{path} does not exist or is a folder; expected a landmark file: check the path")
-    try:
-        text = name.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PointsError(f"{path} is not text; expected a landmark file") from error
+    text = read_text(name, "a landmark file", PointsError)
     points = _read_json(name, text) if ending == ".mrk.json" else _read_rows(name, text, ending, space, image)
     if len(points.positions) == 0:
         raise PointsError(f"{path} holds no points; expected at least one")
@@ -102,32 +87,33 @@ def read_landmarks(path: PathLike, image: Image) -> Matrix:
 
 def write_points(points: Points, positions: Matrix, path: PathLike, *, overwrite: bool = False) -> None:
     """Write the file that `points` came from with other positions (N, D), LPS. It appears whole or not at all."""
-    name = Path(path)
-    if not name.name.lower().endswith(points.ending):
+    if not Path(path).name.lower().endswith(points.ending):
         raise PointsError(f"{path} should end in {points.ending}, like the file that the points came from")
-    write_atomically(name, points.replaced(positions), overwrite=overwrite)
+    if positions.shape != points.positions.shape:
+        raise PointsError(f"{positions.shape} points cannot replace {points.positions.shape}; expected the same number")
+    text = (_json_text if points.ending == ".mrk.json" else _rows_text)(
+        points, positions * _sign(points.space, positions.shape[1])
+    )
+    write_atomically(path, text.encode(), overwrite=overwrite)
 
 
 def _sign(space: str, dim: int) -> Matrix:
     return np.array([-1.0, -1.0, 1.0][:dim]) if space == "RAS" else np.ones(dim)
 
 
-# ---- rows of text ---------------------------------------------------------------------------------------------------
-
-
 def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | PathLike | None) -> Points:
     lines = text.splitlines()
-    numbers = [number for number, line in enumerate(lines) if not line.startswith("#") and line.strip(" \t,;")]
-    first = lines[numbers[0]] if numbers else ""
+    filled = {number: line for number, line in enumerate(lines) if not line.startswith("#") and line.strip(" \t,;")}
+    first = next(iter(filled.values()), "")
     separator = max(",;\t", key=first.count) if re.search("[,;\t]", first) else " "
-    rows = {number: _cells(path, lines[number], separator) for number in numbers}
+    rows = {number: _cells(path, line, separator) for number, line in filled.items()}
     if ending == ".fcsv":
         axes, (space, columns) = "", _fcsv_settings(path, lines)
     else:
-        axes, columns = _text_columns(path, rows[numbers[0]] if numbers else [])
+        axes, columns = _text_columns(path, next(iter(rows.values()), []))
         space = "RAS" if axes == "ras" else "LPS" if axes == "lps" else space
     if axes:
-        del rows[numbers[0]]
+        del rows[min(rows)]
     dim, positions = len(columns), []
     for number, cells in rows.items():
         try:
@@ -135,9 +121,8 @@ def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | 
                 raise ValueError
             positions.append([float(cells[column]) for column in columns])
         except (ValueError, IndexError):
-            raise PointsError(
-                f"{path}, line {number + 1}: {lines[number]!r} is not a point; expected {dim} numbers"
-            ) from None
+            text = f"{path}, line {number + 1}: {lines[number]!r} is not a point; expected {dim} numbers"
+            raise PointsError(text) from None
     found = np.array(positions, dtype=np.float64).reshape(-1, dim)
     if axes == "ijk" and image is None:
         raise PointsError(f"{path} holds voxel indices i,j,k; expected millimetres: x,y,z, l,p,s or r,a,s")
@@ -184,7 +169,7 @@ def _fcsv_settings(path: Path, lines: list[str]) -> tuple[Space, tuple[int, ...]
     return known[system], tuple(names.index(axis) for axis in "xyz")
 
 
-def _row_bytes(points: Points, positions: Matrix) -> bytes:
+def _rows_text(points: Points, positions: Matrix) -> str:
     out = io.StringIO()
     writer = csv.writer(out, delimiter=points.separator, lineterminator="\n")
     left = iter(positions)
@@ -196,10 +181,7 @@ def _row_bytes(points: Points, positions: Matrix) -> bytes:
         for column, value in zip(points.columns, next(left), strict=True):
             cells[column] = f"{value:.6f}"
         writer.writerow(cells)
-    return out.getvalue().encode()
-
-
-# ---- .mrk.json ------------------------------------------------------------------------------------------------------
+    return out.getvalue()
 
 
 def _read_json(path: Path, text: str) -> Points:
@@ -210,22 +192,20 @@ def _read_json(path: Path, text: str) -> Points:
         if not all(len(p) == 3 and all(isinstance(c, (int, float)) and math.isfinite(c) for c in p) for p in positions):
             raise PointsError(f"{path} has control points without a position; expected three numbers each")
     except (json.JSONDecodeError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise PointsError(
-            f"{path} is not a markups file of 3D Slicer ({error}); expected one as Slicer writes it"
-        ) from error
+        raise PointsError(f"{path} is not a markups file of 3D Slicer ({error}); expected one that it wrote") from error
     if len(spaces) > 1 or not spaces <= {"LPS", "RAS"}:
         raise PointsError(f"{path} is in the coordinate systems {sorted(map(str, spaces))}; expected LPS or RAS")
     space: Space = "RAS" if spaces == {"RAS"} else "LPS"
     return Points(np.array(positions, dtype=np.float64).reshape(-1, 3) * _sign(space, 3), ".mrk.json", space, content)
 
 
-def _json_bytes(points: Points, positions: Matrix) -> bytes:
+def _json_text(points: Points, positions: Matrix) -> str:
     left = iter(positions.tolist())
     try:
         content = copy.deepcopy(points.source)
         for markup in content["markups"]:
             for point in markup["controlPoints"]:
                 point["position"] = next(left)
-        return (json.dumps(content, indent=2) + "\n").encode()
+        return json.dumps(content, indent=2) + "\n"
     except RecursionError as error:
         raise PointsError("the markups file is nested too deeply; expected one as 3D Slicer writes it") from error

@@ -5,24 +5,21 @@ sform if its code is 1 (scanner) or the qform's is 0, and its axes are at right 
 either, the spacing alone. The same rule serves the headers of nibabel images, whose `affine` prefers the sform.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.files.checks import ImageError, check_size, check_spacing, distance
+from carlreg.files.checks import ImageError, Matrix, check_size, check_spacing, distance
 
-Matrix = npt.NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 NAMES = (
@@ -39,16 +36,12 @@ LAYOUTS = [
     for order in "<>"
 ]
 TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
-COMPONENTS = {32: 2, 1792: 2, 128: 3, 2304: 4}
-"""Complex numbers and colours."""
-VECTORS, DISPLACEMENTS = 1007, 1006
-"""Codes of intent; ITK takes the latter to be in RAS."""
-MILLIMETRES = {1: 1000.0, 3: 0.001}
-"""Millimetres in a metre and in a micrometre, by the code of the unit."""
-MOST_EXTENSIONS = 2**26
-"""Bytes between the header and the voxels."""
-DEFLATE = 1040
-"""No gzip file expands by more."""
+COMPONENTS = {32: 2, 1792: 2, 128: 3, 2304: 4}  # complex numbers and colours
+VECTORS, DISPLACEMENTS = 1007, 1006  # codes of intent; ITK takes the latter to be in RAS
+MILLIMETRES = {1: 1000.0, 3: 0.001}  # in a metre and in a micrometre, by the code of the unit
+MOST_EXTENSIONS = 2**26  # bytes between the header and the voxels
+DEFLATE = 1040  # no gzip file expands by more
+BLOCK = 2**24  # bytes read at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +66,7 @@ class Header:
     def affine(self) -> Matrix:
         """(D + 1, D + 1), from indices to LPS millimetres, for images with at most three axes."""
         axes = [*range(self.dim), 3]
-        return _positions(self.fields, self.shape, self.name)[np.ix_(axes, axes)]
+        return positions(self.fields, self.shape, self.name)[np.ix_(axes, axes)]
 
 
 def is_nifti(path: Path) -> bool:
@@ -81,58 +74,21 @@ def is_nifti(path: Path) -> bool:
     return path.name.lower().endswith((".nii", ".nii.gz"))
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header alone."""
-    with ExitStack() as stack, _damage_named(path):
-        file = _opened(path, stack)
-        return _checked(file.read(540), str(path))
-
-
-def read_voxels(path: Path, header: Header) -> npt.NDArray[Any]:
-    """The voxels (*shape), or (*shape, components), in ITK's types: scaled integers are float32."""
-    check_size(header.shape, header.name, header.dtype.itemsize * header.components)
-    packed = path.stat().st_size
-    if header.nbytes > DEFLATE * packed:
-        raise _truncated(header, packed)
-    data = np.empty((header.components, *header.shape[::-1]), header.dtype)
-    with ExitStack() as stack, _damage_named(path):
-        file = _opened(path, stack)
-        _skip(file, header.offset)
-        count = _fill(file, data)
-        file.read(2**20)  # at the end of the file, gzip compares checksums
-    if count < data.nbytes:
-        raise _truncated(header, header.offset + count)
-    values = _scaled(data.astype(header.dtype.newbyteorder("="), copy=False), header)
-    voxels = values.transpose(*range(values.ndim - 1, 0, -1), 0)  # (x, y, z, components)
-    if header.components == 1:
-        return voxels[..., 0]
-    if header.fields["intent_code"] == DISPLACEMENTS:  # in RAS
-        voxels = voxels * np.array([-1, -1, 1], voxels.dtype)[: header.components]
-    return voxels
-
-
-def affine_of(block: bytes, shape: tuple[int, ...], name: str) -> Matrix:
-    """(4, 4), from indices to LPS millimetres, by a header as bytes, such as nibabel's `header.binaryblock`."""
-    return _positions(_fields(block, name), shape, name)
-
-
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[Any]:
+    """A file, decompressed if it is gzip; raise ImageError if that fails."""
     try:
-        yield
+        with path.open("rb") as file:
+            yield gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ImageError(f"{path} is truncated or damaged ({error}); expected a whole file: copy it again") from error
 
 
-def _opened(path: Path, stack: ExitStack) -> IO[bytes]:
-    file = stack.enter_context(path.open("rb"))
-    if file.peek(2)[:2] == b"\x1f\x8b":
-        return cast("IO[bytes]", stack.enter_context(gzip.GzipFile(fileobj=file)))
-    return file
-
-
-def _checked(block: bytes, name: str) -> Header:
-    fields = _fields(block, name)
+def read_header(path: Path) -> Header:
+    """Read and check the header alone."""
+    name = str(path)
+    with _opened(path) as file:
+        fields = fields_of(file.read(540), name)
     axes, *sides = (int(n) for n in fields["dim"])
     if not 1 <= axes <= 7:
         raise ImageError(f"{name} declares {axes} axes; expected 2 or 3: correct its header")
@@ -149,50 +105,62 @@ def _checked(block: bytes, name: str) -> Header:
         raise ImageError(f"{name} has the unknown data type {code}; expected integers or floating point: convert it")
     dtype = np.dtype(f"{fields.dtype['datatype'].byteorder}{kind or 'u1'}")
     if kind is not None and fields["bitpix"] != 8 * dtype.itemsize:
-        raise ImageError(
-            f"{name} declares {fields['bitpix']} bits per voxel for {np.dtype(kind)}; expected {8 * dtype.itemsize}: "
-            "correct its header"
-        )
-    return Header(name, fields, tuple(sides), components, dtype, _offset(fields, name))
+        found, expected = f"{fields['bitpix']} bits per voxel for {np.dtype(kind)}", f"{8 * dtype.itemsize}"
+        raise ImageError(f"{name} declares {found}; expected {expected}: correct its header")
+    first = fields.dtype.itemsize
+    offset = float(fields["vox_offset"]) or first + 4
+    if not first <= offset <= MOST_EXTENSIONS or offset % 1:
+        expected = f"{first + 4} or a little more: correct its header"
+        raise ImageError(f"{name} declares that its voxels start at byte {offset:g}; expected {expected}")
+    return Header(name, fields, tuple(sides), components, dtype, int(offset))
 
 
-def _fields(block: bytes, name: str) -> Any:
-    """The header's fields in its own byte order."""
+def read_voxels(path: Path, header: Header) -> npt.NDArray[Any]:
+    """The voxels (*shape), or (*shape, components), in ITK's types: scaled integers are float32."""
+    check_size(header.shape, header.name, header.dtype.itemsize * header.components)
+    packed = path.stat().st_size
+    if header.nbytes > DEFLATE * packed:
+        raise _truncated(header, packed)
+    data = np.empty((header.components, *header.shape[::-1]), header.dtype)
+    view = data.reshape(-1).view(np.uint8)
+    with _opened(path) as file:
+        file.seek(header.offset)
+        count = sum(file.readinto(view[start : start + BLOCK]) for start in range(0, len(view), BLOCK))
+        file.read(2**20)  # at the end of the file, gzip compares checksums
+    if count < data.nbytes:
+        raise _truncated(header, header.offset + count)
+    values = _scaled(data.astype(header.dtype.newbyteorder("="), copy=False), header)
+    voxels = values.transpose(*range(values.ndim - 1, 0, -1), 0)  # (x, y, z, components)
+    if header.components == 1:
+        return voxels[..., 0]
+    if header.fields["intent_code"] == DISPLACEMENTS:  # in RAS
+        voxels = voxels * np.array([-1, -1, 1], voxels.dtype)[: header.components]
+    return voxels
+
+
+def fields_of(block: bytes, name: str) -> Any:
+    """The fields of a header, such as nibabel's `header.binaryblock`, in its own byte order."""
     for layout in LAYOUTS:
         if len(block) >= layout.itemsize:
             fields = np.frombuffer(block[: layout.itemsize], layout)[0]
             if fields["sizeof_hdr"] == layout.itemsize:
                 return fields
-    raise ImageError(
-        f"{name} is not an image: it has no NIfTI header; expected a whole NIfTI file: copy or export it again"
-    )
-
-
-def _offset(fields: Any, name: str) -> int:
-    offset, size = float(fields["vox_offset"]), fields.dtype.itemsize + 4
-    if offset == 0:
-        return int(size)
-    if not size - 4 <= offset <= MOST_EXTENSIONS or offset % 1:
-        raise ImageError(
-            f"{name} declares that its voxels start at byte {offset:g}; expected {size} or a little more: correct its "
-            "header"
-        )
-    return int(offset)
+    raise ImageError(f"{name} is not an image: it has no NIfTI header; expected a whole NIfTI file: copy it again")
 
 
 @np.errstate(all="ignore")  # NaN and infinity are refused later
-def _positions(fields: Any, shape: tuple[int, ...], name: str) -> Matrix:
-    """The map of the module's rule. Warn if sform, qform and spacing disagree by more than a tenth of a voxel."""
-    unit, shape = MILLIMETRES.get(int(fields["xyzt_units"]) & 7, 1.0), shape[:3]
-    plane = len(shape) < 3
+def positions(fields: Any, shape: tuple[int, ...], name: str) -> Matrix:
+    """(4, 4), from indices to LPS millimetres, by the module's rule. Warn if what the header states differs by more
+    than a tenth of a voxel."""
+    unit, dim = MILLIMETRES.get(int(fields["xyzt_units"]) & 7, 1.0), min(len(shape), 3)
     spacing = np.abs(fields["pixdim"][1:4].astype(np.float64)) * unit
-    spacing[len(shape) :] = 1  # a plane has no third axis
-    shape = (*shape, 1, 1)[:3]
+    spacing[dim:] = 1  # a plane has no third axis
+    shape = (*shape[:dim], 1, 1)[:3]
     tolerance, stated = 0.1 * spacing.min(), []
-    straight = qform = None
-    if fields["sform_code"] > 0:
+    straight, qform, code = None, None, fields["sform_code"]
+    if code > 0:
         sform = np.vstack([unit * fields["srow"].astype(np.float64), [0, 0, 0, 1]])
-        sform[2, 2] = 1 if plane and not sform[:, 2].any() else sform[2, 2]
+        sform[2, 2] = 1 if dim < 3 and not sform[:, 2].any() else sform[2, 2]
         stated.append(sform)
         straight = _straightened(sform, spacing, shape, tolerance)
     if fields["qform_code"] > 0:
@@ -200,17 +168,13 @@ def _positions(fields: Any, shape: tuple[int, ...], name: str) -> Matrix:
         stated.append(qform)
     if not stated:
         return np.diag([*spacing, 1.0])
-    if straight is not None and (
-        qform is None or fields["sform_code"] == 1 or distance(straight, qform, shape) <= tolerance
-    ):
+    if straight is not None and (qform is None or code == 1 or distance(straight, qform, shape) <= tolerance):
         chosen, which = straight, "sform"
     elif qform is not None:
         chosen, which = qform, "qform"
     else:
-        raise ImageError(
-            f"{name} has an sform that is singular or whose axes are not at right angles, and no qform; expected axes "
-            "at right angles: correct its header, or resample it"
-        )
+        found = "an sform that is singular or whose axes are not at right angles, and no qform"
+        raise ImageError(f"{name} has {found}; expected axes at right angles: correct its header, or resample it")
     apart = max(distance(chosen, one, shape) for one in stated)
     if not apart <= tolerance:
         log.warning("%s: sform, qform and spacing disagree by up to %.3g mm; using the %s", name, apart, which)
@@ -250,19 +214,6 @@ def _qform(fields: Any, spacing: Matrix, unit: float) -> Matrix:
     return affine
 
 
-def _skip(file: IO[bytes], count: int) -> None:
-    while count > 0 and (block := file.read(min(count, 2**20))):
-        count -= len(block)
-
-
-def _fill(file: IO[bytes], data: npt.NDArray[Any]) -> int:
-    """Read as many bytes into an array as it has room for, and return how many there were."""
-    view, done = data.reshape(-1).view(np.uint8), 0
-    while done < len(view) and (count := cast(Any, file).readinto(view[done : done + 2**24])):
-        done += count
-    return done
-
-
 @np.errstate(all="ignore")
 def _scaled(data: npt.NDArray[Any], header: Header) -> npt.NDArray[Any]:
     slope, intercept = (float(header.fields[name]) for name in ("scl_slope", "scl_inter"))
@@ -276,7 +227,5 @@ def _scaled(data: npt.NDArray[Any], header: Header) -> npt.NDArray[Any]:
 
 
 def _truncated(header: Header, count: int) -> ImageError:
-    expected = header.offset + header.nbytes
-    return ImageError(
-        f"{header.name} is truncated: it holds {count} bytes; expected {expected} by its header: copy it again"
-    )
+    expected = f"{header.offset + header.nbytes} by its header: copy it again"
+    return ImageError(f"{header.name} is truncated: it holds {count} bytes; expected {expected}")

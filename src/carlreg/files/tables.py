@@ -5,8 +5,6 @@ the column `image`, and optionally `labels` and `split`. Cells are separated by 
 relative to the table's folder; `transform` and `inverse` may name several files, joined by ";" in ANTs' order.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -14,22 +12,18 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from carlreg.errors import InputError
-from carlreg.files.atomic import write_atomically
 from carlreg.files.images import PathLike
 
 log = logging.getLogger(__name__)
 
 Side = Literal["fixed", "moving"]
 SIDES: tuple[Side, Side] = ("fixed", "moving")
-FILES = (*SIDES, *(f"{side}_{kind}" for kind in ("seg", "mask", "landmarks") for side in SIDES), "initial_transform")
-RESULTS = ("transform", "inverse")
-COLUMNS = ("name", *FILES, *RESULTS, "split")
-IMAGE_COLUMNS = ("image", "labels", "split")
 SPLITS = ("train", "val", "test")
 
 
@@ -49,8 +43,7 @@ class Pair:
     initial_transform: Path | None = None
     transform: tuple[Path, ...] = ()
     inverse: tuple[Path, ...] = ()
-    split: str = ""
-    """"train", "val" or "test", or empty if the table has no such column."""
+    split: str = ""  # one of `SPLITS`, or empty if the table has no such column
 
     def files(self) -> dict[str, Any]:
         """The input files by their column, as `register` takes them."""
@@ -59,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Scan:
-    """One image of a table of images."""
+    """One image of a table of images. The fields are `IMAGE_COLUMNS`."""
 
     image: Path
     labels: Path | None = None
@@ -67,6 +60,11 @@ class Scan:
 
     def files(self) -> dict[str, Path | None]:
         return {"image": self.image, "labels": self.labels}
+
+
+COLUMNS, IMAGE_COLUMNS = (tuple(field.name for field in fields(row)) for row in (Pair, Scan))
+RESULTS = ("transform", "inverse")
+FILES = tuple(column for column in COLUMNS if column not in ("name", *RESULTS, "split"))
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,8 @@ class _Row:
         files: dict[str, Any] = {name: self.path(name) for name in FILES}
         files |= {side: self.required(side) for side in SIDES}
         for name in RESULTS:
-            parts = self.cells.get(name, "").split(";")
-            files[name] = tuple(self.table.parent / part.strip() for part in parts if part.strip())
+            parts = map(str.strip, self.cells.get(name, "").split(";"))
+            files[name] = tuple(self.table.parent / part for part in parts if part)
         name = self.cells.get("name") or f"{stem(files['moving'])}_to_{stem(files['fixed'])}"
         if name in (".", "..") or "/" in name or "\\" in name:
             raise self.error(f"invalid name {name!r}: it must not contain a path separator")
@@ -123,8 +121,7 @@ def read_table(
     rows = _read_rows(Path(path), columns)
     if "image" in rows[0].cells:
         scans = [row.scan() for row in rows]
-        repeated = [image for image, count in Counter(scan.image for scan in scans).items() if count > 1]
-        if repeated:
+        if repeated := _repeated(scan.image for scan in scans):
             raise InputError(f"{path} lists {repeated[0]} twice; expected each image once")
         return scans
     pairs = [row.pair() for row in rows]
@@ -152,11 +149,19 @@ def read_pairs(path: PathLike, *, unique: bool = False) -> list[Pair]:
 
 
 def _read_rows(path: Path, columns: Collection[str]) -> list[_Row]:
-    """The rows of a CSV file with some of these columns, at least one."""
-    header, *rows = _split_cells(path)
-    names = header[1]
-    repeated = [name for name, count in Counter(names).items() if name and count > 1]
-    if repeated:
+    """The rows of a CSV file with some of these columns, at least one; empty lines are skipped."""
+    text = read_text(path, "a CSV file")
+    separator = max(",;\t", key=text.lstrip().partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    except csv.Error as error:
+        expected = "cells separated by commas, semicolons or tabs, and quotes in pairs"
+        raise InputError(f"{path}, line {reader.line_num}, is not valid CSV ({error}); expected {expected}") from error
+    if len(lines) < 2:
+        raise InputError(f"{path} has no rows; expected a line with the names of the columns, and one for each row")
+    (_, names), *rows = lines
+    if repeated := _repeated(filter(None, names)):
         raise InputError(f"{path} has the column {repeated[0]!r} twice; expected each column once")
     if not ("image" in columns and "image" in names) and not set(SIDES) <= set(names):
         expected = "'image', or 'fixed' and 'moving'" if "image" in columns else "'fixed' and 'moving'"
@@ -166,48 +171,25 @@ def _read_rows(path: Path, columns: Collection[str]) -> list[_Row]:
     found = []
     for line, cells in rows:
         if any(cells[len(names) :]):
-            raise InputError(
-                f"{path}, line {line}: {len(cells)} cells for {len(names)} columns; expected the same number: put "
-                "paths that contain the separator in quotes"
-            )
-        filled = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
-        found.append(_Row(path, line, {name: cell for name, cell in filled.items() if name in columns}))
+            expected = "the same number: put paths that contain the separator in quotes"
+            raise InputError(f"{path}, line {line}: {len(cells)} cells for {len(names)} columns; expected {expected}")
+        filled = itertools.zip_longest(names, cells[: len(names)], fillvalue="")
+        found.append(_Row(path, line, {name: cell for name, cell in filled if name in columns}))
     return found
 
 
-def _split_cells(path: Path) -> list[tuple[int, list[str]]]:
-    """The number of each line that is not empty, and its cells: first the header, then at least one row."""
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    return [value for value, count in Counter(values).items() if count > 1]
+
+
+def read_text(path: Path, expected: str, error: type[InputError] = InputError) -> str:
+    """The content of a text file; otherwise raise `error`, whose message says what was `expected`."""
     if not path.is_file():
-        raise InputError(f"{path} does not exist or is a folder; expected a CSV file: check the path")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if "\0" in text:
-            raise ValueError
-    except ValueError as error:
-        raise InputError(f"{path} is not text; expected a CSV file in UTF-8") from error
-    separator = max(",;\t", key=text.lstrip().partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
-    try:
-        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
-    except csv.Error as error:
-        raise InputError(
-            f"{path}, line {reader.line_num}, is not valid CSV ({error}); expected cells separated by commas, "
-            "semicolons or tabs, and quotes in pairs"
-        ) from error
-    filled = [(number, cells) for number, cells in lines if any(cells)]
-    if len(filled) < 2:
-        raise InputError(f"{path} has no rows; expected a line with the names of the columns, and one for each row")
-    return filled
-
-
-def write_pairs(pairs: Sequence[Pair], path: PathLike) -> None:
-    """Write pairs as a CSV file, with absolute paths."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    columns = [name for name in COLUMNS if any(getattr(pair, name) for pair in pairs)]
-    writer.writerow(columns)
-    writer.writerows([_as_text(getattr(pair, column)) for column in columns] for pair in pairs)
-    write_atomically(path, text.getvalue().encode())
+        raise error(f"{path} does not exist or is a folder; expected {expected}: check the path")
+    with suppress(UnicodeDecodeError):
+        if "\0" not in (text := path.read_text(encoding="utf-8-sig")):
+            return text
+    raise error(f"{path} is not text; expected {expected} in UTF-8")
 
 
 def require_files(paths: Iterable[Path | None], source: PathLike) -> None:
@@ -228,9 +210,3 @@ def _with_folders(path: Path, root: Path) -> str:
     """The stem, with the folders between `root` and the file in front of it."""
     parents = [part for part in Path(os.path.relpath(path, root)).parent.parts if part != ".."]
     return "-".join([*parents, stem(path)])
-
-
-def _as_text(value: str | Path | tuple[Path, ...] | None) -> str:
-    if isinstance(value, tuple):
-        return ";".join(str(path.resolve()) for path in value)
-    return str(value.resolve()) if isinstance(value, Path) else value or ""
