@@ -6,8 +6,6 @@ process leaves its staging folder behind: the next writer of the same target rem
 another process still uses it.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re
@@ -15,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from carlreg.errors import CarlError, ExistsError, OutputError
@@ -43,7 +42,10 @@ def write_atomically(path: PathLike, content: bytes | Callable[[Path], object], 
             try:
                 write(temporary)
             except Exception:
-                _raise_disk_error(temporary)
+                with open(temporary, "ab") as file:  # raises the disk's own error if there is one
+                    file.write(bytes(2**20))
+                    file.flush()
+                    os.fsync(file.fileno())
                 raise
             _flush(temporary)
             refuse_existing(path, overwrite)
@@ -117,7 +119,7 @@ def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
     Leftovers of a killed writer in the folder are cleaned up first.
     """
     target = Path(folder)
-    with suppress(OSError), _lock(target, wait=False) as locked:
+    with suppress(OSError), _lock(target) as locked:
         if locked:
             _sweep(target, FILES, last)
     if target.exists() and not target.is_dir():
@@ -136,27 +138,20 @@ def only_writer(folder: PathLike, busy: Exception) -> Iterator[None]:
     path = Path(os.path.realpath(folder))
     with _named(folder):
         path.mkdir(parents=True, exist_ok=True)
-    with _lock(path, wait=False, busy=busy):
+    with _lock(path, busy=busy):
         yield
-
-
-# ---- staging --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _staging(folder: Path, name: str) -> Iterator[Path]:
     """Make a hidden folder for one writer of `name`, locked while it is in use."""
     _sweep(folder, name)
-    with ExitStack() as stack:
-
-        def make() -> Path:
-            staging = folder / f"{_start(name)}{secrets.token_hex(4)}{SUFFIX}"
-            staging.mkdir()
-            return staging
-
-        staging = _make_and_lock(stack, make)
-        stack.callback(shutil.rmtree, staging, ignore_errors=True)
-        yield staging
+    staging = folder / f"{_start(name)}{secrets.token_hex(4)}{SUFFIX}"
+    with _lock(staging, make=staging.mkdir):
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _start(name: str) -> str:
@@ -166,7 +161,7 @@ def _start(name: str) -> str:
 def _sweep(folder: Path, name: str, last: str = "") -> None:
     """Remove the staging folders of killed writers of `name`, and complete or undo their exchanges."""
     for leftover in folder.glob(f"{glob.escape(_start(name))}*{SUFFIX}"):
-        with suppress(OSError), _lock(leftover, wait=False) as locked:
+        with suppress(OSError), _lock(leftover) as locked:
             if locked:
                 _recover(leftover, folder, last)
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -176,14 +171,8 @@ def _sweep(folder: Path, name: str, last: str = "") -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Make a folder and wait for its lock; on failure, remove the folders that were made."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
-
-    def make() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     try:
-        with ExitStack() as stack:
-            _make_and_lock(stack, make)
+        with _lock(folder, make=partial(folder.mkdir, parents=True, exist_ok=True)):
             yield
     except BaseException:
         for one in missing:
@@ -192,47 +181,49 @@ def _locked(folder: Path) -> Iterator[None]:
         raise
 
 
-def _make_and_lock(stack: ExitStack, make: Callable[[], Path]) -> Path:
-    """Make a folder and lock it; once more if another writer has removed it meanwhile, as a leftover, say."""
-    while True:
-        folder = make()
-        with suppress(FileNotFoundError):
-            stack.enter_context(_lock(folder, wait=True))
-            return folder
-
-
 @contextmanager
-def _lock(folder: Path, *, wait: bool, busy: Exception | None = None) -> Iterator[bool]:
-    """Lock a folder until the end of the block or of this process; False if that is not possible. `busy` is raised if
-    another process holds the lock."""
+def _lock(folder: Path, *, make: Callable[[], None] | None = None, busy: Exception | None = None) -> Iterator[bool]:
+    """Lock a folder until the end of the block or of this process; False if that is not possible.
+
+    With `make`, the folder is made and its lock awaited, once more if another writer has removed it meanwhile, as a
+    leftover, say. `busy` is raised if another process holds the lock.
+    """
+    with ExitStack() as stack:
+        while True:
+            if make is not None:
+                make()
+            try:
+                locked = _flock(folder, stack, wait=make is not None, busy=busy)
+                break
+            except FileNotFoundError:
+                if make is None:
+                    raise
+        yield locked
+
+
+def _flock(folder: Path, stack: ExitStack, wait: bool, busy: Exception | None) -> bool:
     try:
         import fcntl
     except ImportError:  # Windows: writers do not wait for each other, and leftovers stay
-        yield False
-        return
+        return False
     handle = os.open(folder, os.O_RDONLY)
+    stack.callback(os.close, handle)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            locked = True
-        except OSError as error:  # another process holds it, or the file system has no locks
-            locked = False
-            if busy is not None and isinstance(error, BlockingIOError):
-                raise busy from None
-        if not os.path.samestat(os.fstat(handle), os.stat(folder)):
-            raise FileNotFoundError(folder)
-        yield locked
-    finally:
-        os.close(handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        locked = True
+    except OSError as error:  # another process holds it, or the file system has no locks
+        if busy is not None and isinstance(error, BlockingIOError):
+            raise busy from None
+        locked = False
+    if not os.path.samestat(os.fstat(handle), os.stat(folder)):
+        raise FileNotFoundError(folder)
+    return locked
 
 
 def _move(source: Path, target: Path, names: Collection[str]) -> None:
     for name in names:
         if (source / name).is_symlink() or (source / name).is_file():
             os.rename(source / name, target / name)
-
-
-# ---- the disk -------------------------------------------------------------------------------------------------------
 
 
 def _flush(path: Path) -> None:
@@ -248,14 +239,6 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _raise_disk_error(temporary: Path) -> None:
-    """Write to a file once more, to raise the disk's own error if there is one."""
-    with open(temporary, "ab") as file:
-        file.write(bytes(2**20))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Checksums of files and folders."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ The child imports SimpleITK or h5py, but not torch. It sends a header, waits unt
 memory for the rest, and then sends arrays. Headers are lines of JSON; arrays follow theirs as bytes.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import math
@@ -29,19 +27,13 @@ from carlreg.files.itk import affine_of, read_header, reason, simpleitk
 LINEAR = ("AffineTransform", "MatrixOffsetTransformBase")
 DIRECT = (*LINEAR, "CompositeTransform", "DisplacementFieldTransform", "BSplineTransform")
 """Types of ITK's transforms that are sent as they are stored; all others are linear and become affine ones."""
-Kind = Literal["image", "series", "transform"]
-BLOCK = 2**22
-"""Numbers sent at a time."""
-ROOM = 2**30
-"""Bytes that a child may use beyond what it has after its imports, and beyond what the parent grants."""
+BLOCK = 2**22  # numbers, or slices of an image, sent at a time
+ROOM = 2**30  # bytes that a child may use beyond what it has after its imports, and beyond what the parent grants
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from carlreg.files import isolated; isolated.serve()"
 
 
 class UnreadableError(InputError):
     """A file that a library cannot read. The message is the reason alone."""
-
-
-# ---- the parent -----------------------------------------------------------------------------------------------------
 
 
 class Reader:
@@ -80,7 +72,7 @@ class Reader:
 
 
 @contextmanager
-def reading(kind: Kind, path: Path) -> Iterator[Reader]:
+def reading(kind: Literal["image", "series", "transform"], path: Path) -> Iterator[Reader]:
     """Start a child that reads an image, a DICOM series or a transform. It ends with the block."""
     _refuse_detached(path)
     files = path.iterdir() if path.is_dir() else [path]
@@ -124,8 +116,8 @@ def _refuse_detached(path: Path) -> None:
     ending = path.suffix.lower()
     if ending not in (".mha", ".mhd", ".nrrd", ".nhdr") or not path.is_file():
         return
-    with open(path, "rb") as file:
-        text = file.read(2**20).decode("latin-1").replace("\0", "\n")  # where names end for ITK
+    with open(path, encoding="latin-1", newline="") as file:
+        text = file.read(2**20).replace("\0", "\n")  # where names end for ITK
     key = r"ElementDataFile\s*[=:]" if ending in (".mha", ".mhd") else r"data ?file\s*:"
     folder = path.resolve().parent
     for match in re.finditer(rf"(?im)^[^\S\n]*{key}[^\S\n]*(.*)$", text):
@@ -137,60 +129,55 @@ def _refuse_detached(path: Path) -> None:
             # A pattern such as slice%03d.raw stands for the files that match it.
             pattern = re.sub(r"%\d*d", "*", glob.escape(name.split()[0] if "%" in name else name))
             files = [folder / name, *(folder.glob(pattern) if "*" in pattern and not pattern.startswith("/") else [])]
-            if not all(_lies_in(file, folder) for file in files):
-                raise ImageError(
-                    f"{path} takes its voxels from {name}, outside its own folder; expected a file beside it: "
-                    "copy it there, and change the header"
-                )
-
-
-def _lies_in(file: Path, folder: Path) -> bool:
-    """Whether a path leads into a folder, links followed; not if it is no possible path at all."""
-    try:
-        return file.resolve().is_relative_to(folder)
-    except (OSError, RuntimeError):
-        return False
+            if not all(Path(os.path.realpath(file)).is_relative_to(folder) for file in files):
+                expected = "a file beside it: copy it there, and change the header"
+                raise ImageError(f"{path} takes its voxels from {name}, outside its own folder; expected {expected}")
 
 
 # ---- the child ------------------------------------------------------------------------------------------------------
 
 
+class Child:
+    """The child's side: reads the file that the command line names, and sends it to standard output."""
+
+    def __init__(self) -> None:
+        self._channel = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # what libraries print does not belong between the arrays
+
+    def send(self, header: dict[str, Any], blocks: Iterable[npt.NDArray[Any]] = ()) -> None:
+        self._channel.write(json.dumps(header).encode() + b"\n")
+        for block in blocks:
+            self._channel.write(np.ascontiguousarray(block).data)
+        self._channel.flush()
+
+    def send_array(self, array: Any) -> None:
+        """Send an array, or a dataset of a file."""
+        blocks = (array[start : start + BLOCK] for start in range(0, len(array), BLOCK))
+        self.send({"dtype": array.dtype.str, "shape": array.shape}, blocks)
+
+    def wait(self) -> None:
+        """Until the parent grants memory."""
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit()
+        _allow(int(line))
+
+
 def serve() -> None:
-    """The child's main function: read the file that the command line names, and send it to standard output."""
+    """The child's main function."""
     kind, path = sys.argv[2:]
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print does not belong between the arrays
+    child = Child()
     if kind == "transform":
         with suppress(ImportError):
             import h5py  # noqa: F401
     simpleitk()
-    channel.write(b"ready\n")
-    channel.flush()
+    child.send({})  # the imports are done
     _allow(0)
     try:
-        for message in {"image": _image, "series": _series, "transform": _transform}[kind](path):
-            if isinstance(message, dict):
-                channel.write(json.dumps(message).encode() + b"\n")
-            else:
-                dtype, shape, blocks = message
-                channel.write(json.dumps({"dtype": dtype, "shape": shape}).encode() + b"\n")
-                for block in blocks:
-                    channel.write(np.ascontiguousarray(block).data)
-            channel.flush()
+        _refuse_external(path)
+        {"image": _image, "series": _series, "transform": _transform}[kind](path, child)
     except Exception as error:  # whatever a library makes of a damaged file
-        channel.write(json.dumps({"error": reason(error)}).encode() + b"\n")
-        channel.flush()
-
-
-Message = dict[str, Any] | tuple[str, tuple[int, ...], Iterable[npt.NDArray[Any]]]
-
-
-def _wait() -> None:
-    """Until the parent grants memory."""
-    line = sys.stdin.readline()
-    if not line:
-        sys.exit()
-    _allow(int(line))
+        child.send({"error": reason(error)})
 
 
 def _allow(memory: int) -> None:
@@ -202,60 +189,56 @@ def _allow(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + 4 * memory + ROOM, resource.RLIM_INFINITY))
 
 
-def _whole(array: npt.NDArray[Any]) -> Message:
-    return array.dtype.str, array.shape, [array]
-
-
 def _about(reader: Any) -> dict[str, Any]:
     kind = simpleitk().GetPixelIDValueAsString(reader.GetPixelID())
-    width = next((int(bits) // 8 for bits in re.findall(r"(8|16|32|64)[- ]bit", kind)), 8)
     return {
         "size": reader.GetSize(),
         "components": reader.GetNumberOfComponents(),
-        "width": width,
+        "width": next((int(bits) // 8 for bits in re.findall(r"(8|16|32|64)[- ]bit", kind)), 8),
         "affine": affine_of(reader).tolist(),
         "spacing": reader.GetSpacing(),
     }
 
 
-def _image(path: str) -> Iterator[Message]:
-    _refuse_external(path)
+def _image(path: str, child: Child) -> None:
     reader = read_header(path)
-    yield _about(reader)
-    _wait()
+    child.send(_about(reader))
+    child.wait()
     image = reader.Execute()
-    yield {"affine": affine_of(image).tolist()}
-    yield _whole(simpleitk().GetArrayViewFromImage(image))
+    child.send({"affine": affine_of(image).tolist()})
+    child.send_array(simpleitk().GetArrayViewFromImage(image))
 
 
-def _series(path: str) -> Iterator[Message]:
+def _series(path: str, child: Child) -> None:
     sitk = simpleitk()
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(path)
-    files = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(path, name) for name in names}
     if not names:
-        yield {"series": 0}
-        return
-    largest = max(sorted(names), key=lambda name: len(files[name]))
-    first = _about(read_header(files[largest][0]))
-    yield {**first, "series": len(names), "name": largest, "files": len(files[largest])}
-    _wait()
-    if len(files[largest]) == 1:
-        image, stated = sitk.ReadImage(files[largest][0]), None
+        return child.send({"series": 0})
+    series = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(path, name) for name in names}
+    largest = max(sorted(names), key=lambda name: len(series[name]))
+    files, stated = series[largest], None
+    child.send({**_about(read_header(files[0])), "series": len(names), "name": largest, "files": len(files)})
+    child.wait()
+    if len(files) == 1:
+        image = sitk.ReadImage(files[0])
     else:
         reader = sitk.ImageSeriesReader()
-        reader.SetFileNames(files[largest])
+        reader.SetFileNames(files)
         reader.MetaDataDictionaryArrayUpdateOn()
         image = reader.Execute()
-        slices, tag = range(len(files[largest])), "0020|0032"  # the position of a slice
-        whole = all(reader.HasMetaDataKey(i, tag) for i in slices)
-        stated = [[float(x) for x in reader.GetMetaData(i, tag).split("\\")] for i in slices] if whole else None
-    yield {"affine": affine_of(image).tolist(), "components": image.GetNumberOfComponentsPerPixel(), "stated": stated}
-    yield _whole(sitk.GetArrayViewFromImage(image))
+        slices, tag = range(len(files)), "0020|0032"  # the position of a slice
+        if all(reader.HasMetaDataKey(i, tag) for i in slices):
+            stated = [[float(x) for x in reader.GetMetaData(i, tag).split("\\")] for i in slices]
+    child.send({"affine": affine_of(image).tolist(), "stated": stated})
+    child.send_array(sitk.GetArrayViewFromImage(image))
 
 
-def _transform(path: str) -> Iterator[Message]:
+Part = tuple[str, npt.NDArray[np.float64], Any]
+"""A type, its fixed parameters, and its parameters: an array or a dataset of a file."""
+
+
+def _transform(path: str, child: Child) -> None:
     """Parts as ITK's files store them, each of a type in `DIRECT`; composites are flattened."""
-    _refuse_external(path)
     parts = list(_hdf5_parts(path)) if _is_hdf5(path) else []
     if not parts or any(part[0].partition("_")[0] not in DIRECT for part in parts):
         parts = [("CompositeTransform", np.zeros(0), np.zeros(0))]
@@ -264,15 +247,10 @@ def _transform(path: str) -> Iterator[Message]:
         {"kind": kind, "fixed": fixed.tolist(), "count": len(numbers), "width": numbers.dtype.itemsize}
         for kind, fixed, numbers in parts
     ]
-    yield {"parts": about}
-    _wait()
+    child.send({"parts": about})
+    child.wait()
     for _, _, numbers in parts:
-        blocks = (numbers[start : start + BLOCK] for start in range(0, len(numbers), BLOCK))
-        yield numbers.dtype.str, (len(numbers),), blocks
-
-
-Part = tuple[str, npt.NDArray[np.float64], Any]
-"""A type, its fixed parameters, and its parameters: an array or a dataset of a file."""
+        child.send_array(numbers)
 
 
 def _flattened(transform: Any) -> Iterator[Any]:
@@ -300,6 +278,8 @@ def _itk_part(transform: Any) -> Part:
 
 
 def _is_hdf5(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
     with open(path, "rb") as file:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"
 
@@ -323,7 +303,7 @@ def _hdf5_parts(path: str) -> Iterator[Part]:
 
 def _refuse_external(path: str) -> None:
     """Refuse HDF5 whose data lie in other files, which may be private."""
-    if not os.path.isfile(path) or not _is_hdf5(path):
+    if not _is_hdf5(path):
         return
     import h5py
 

@@ -1,7 +1,5 @@
 """SimpleITK, imported where it is used: its axis order, its positions, and its errors in one line."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any
@@ -10,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import DependencyError
-
-PathLike = str | os.PathLike[str]
-Matrix = npt.NDArray[np.float64]
+from carlreg.files.checks import Matrix
 
 
 def simpleitk() -> Any:
@@ -24,7 +20,7 @@ def simpleitk() -> Any:
     return SimpleITK
 
 
-def read_header(path: PathLike) -> Any:
+def read_header(path: str | os.PathLike[str]) -> Any:
     """A SimpleITK reader that knows size, type and positions of an image file, but has not read its voxels."""
     reader = simpleitk().ImageFileReader()
     reader.SetFileName(str(path))

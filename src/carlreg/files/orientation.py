@@ -1,7 +1,5 @@
 """The axis order and directions of an image: its own, and those closest to RAS."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -25,24 +23,16 @@ def to_closest_ras(image: Image) -> Image:
         return (round(float(chosen.trace()), 6), *chosen.ravel().round(6).tolist())
 
     order = max(itertools.permutations(range(3)), key=quality)
-    old_from_new = np.zeros((4, 4))
-    old_from_new[3, 3] = 1
-    flipped = []
-    for new, old in enumerate(order):
-        backwards = cosines[new, old] < 0
-        old_from_new[old, new] = -1 if backwards else 1
-        old_from_new[old, 3] = image.shape[old] - 1 if backwards else 0
-        flipped += [new] if backwards else []
+    flipped = [new for new, old in enumerate(order) if cosines[new, old] < 0]
+    old_from_new = np.eye(4)[:, [*order, 3]]
+    for new in flipped:
+        old_from_new[order[new], [new, 3]] = -1, image.shape[order[new]] - 1
     data = np.ascontiguousarray(np.flip(image.data.transpose(order), tuple(flipped)))
     return Image(data, image.affine @ old_from_new, image.name)
 
 
 def orientation(image: Image) -> str:
     """The direction of each array axis as a letter: "RAS" is right, anterior, superior; the closest if oblique."""
-    letters = ("LR", "PA", "IS") if image.dim == 3 else ("LR", "PA")
-    words = []
-    for axis in range(image.dim):
-        cosines = np.diag([-1.0, -1.0, 1.0][: image.dim]) @ image.affine[:-1, axis]
-        row = int(np.abs(cosines).argmax())
-        words.append(letters[row][int(cosines[row] > 0)])
-    return "".join(words)
+    cosines = np.diag([-1.0, -1.0, 1.0][: image.dim]) @ image.affine[:-1, :-1]  # RAS rows, array columns
+    closest = np.abs(cosines).argmax(axis=0)
+    return "".join(("LR", "PA", "IS")[row][int(cosines[row, axis] > 0)] for axis, row in enumerate(closest))
