@@ -13,7 +13,7 @@ from torch import Tensor
 
 from carlreg import carl, gradicon, load, save, xi
 from carlreg.cli import main
-from carlreg.explain import Explanation, Inside, Level, Probe, explain, find_attention, probe
+from carlreg.explain import Explanation, Inside, Probe, explain, find_attention, index_to_unit, probe
 from carlreg.files.images import Image, from_array, map_points, read, write
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.resizing import resize
@@ -36,7 +36,7 @@ def sharp(dim: int, shape: tuple[int, ...]) -> tuple[RegistrationAlgorithm, Tens
 def test_a_mask_adds_up_to_one_and_its_centre_is_the_match(dim: int, shape: tuple[int, ...]) -> None:
     model, moving, fixed = sharp(dim, shape)
     inside = Inside.of(model, moving, fixed)
-    voxels = [tuple(int(n * part) for n in inside.fixed_level.shape) for part in (0, 0.3, 0.8)]
+    voxels = [tuple(int(n * part) for n in inside.fixed.shape[2:]) for part in (0, 0.3, 0.8)]
     masks = inside.masks(voxels)
     assert torch.allclose(masks.flatten(1).sum(1), torch.ones(3, dtype=torch.float64))
     places = inside.keys.points(torch.float64)
@@ -92,7 +92,7 @@ def test_places_in_the_world(model_file: Path, scans: tuple[Path, Path]) -> None
         expected = map_points(seen.moving.unit_to_world(), phi(unit)[0, 0].double().numpy())
         assert np.allclose(centre, expected, atol=0.02)
         assert float(seen.certainty().data[voxel]) == pytest.approx(spread, rel=1e-3)
-    assert seen.certainty().shape == seen.inside.fixed_level.shape == (12, 10, 12)
+    assert seen.certainty().shape == seen.inside.fixed.shape[2:] == (12, 10, 12)
     with pytest.raises(ValueError, match=r"the point \(900, 0, 0\) lies outside of"):
         seen.voxel_at((900, 0, 0))
 
@@ -100,18 +100,15 @@ def test_places_in_the_world(model_file: Path, scans: tuple[Path, Path]) -> None
 def test_levels_of_networks_that_were_pooled_without_alignment() -> None:
     model = xi(2, width=8)
     downs = [module for module in model.modules() if isinstance(module, Downsample)]
-    aligned = Level.below((20, 30), downs)
+    aligned = index_to_unit((20, 30), downs)
+    padded = index_to_unit((20, 30), downs, 3)
     for module in downs:
         module.aligned = False
-    plain = Level.below((20, 30), downs)
-    assert aligned.shape == plain.shape == (5, 8)
-    assert plain.scale == (1, 1)
+    plain = index_to_unit((20, 30), downs)
     ends = np.array([[0.0, 0], [1, 1]])
-    assert np.allclose(plain.index_of(ends), [[0, 0], [4, 7]])
-    assert np.allclose(aligned.index_of(ends), [[-0.375, -0.375], [4.375, 6.875]])
-    for level in (aligned, plain):
-        back = map_points(level.index_to_unit(3), level.index_of(ends, 3))
-        assert np.allclose(back, ends)
+    assert np.allclose(map_points(plain, [[0, 0], [4, 7]]), ends)
+    assert np.allclose(map_points(aligned, [[-0.375, -0.375], [4.375, 6.875]]), ends)
+    assert np.allclose(map_points(padded, [[2.625, 2.625], [7.375, 9.875]]), ends)
 
 
 def test_a_network_without_attention_is_refused() -> None:
@@ -177,7 +174,7 @@ def test_a_probe_of_a_network(model_file: Path, scans: tuple[Path, Path]) -> Non
     labels = [read(path.with_name(f"{path.stem}_seg.mha")) for path in scans]
     trained, heat, scores = probe(seen, labels[1], labels[0])
     assert trained.labels == (1,)
-    assert heat.shape == (1, *seen.inside.fixed_level.shape)
+    assert heat.shape == (1, *seen.inside.fixed.shape[2:])
     assert scores[1] > 0.85
     with pytest.raises(ValueError, match="no label in common"):
         probe(seen, labels[1], Image(labels[0].data * 0, labels[0].affine))

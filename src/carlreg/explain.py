@@ -39,36 +39,21 @@ def find_attention(model: RegistrationAlgorithm) -> tuple[CoordinateAttention, l
     return part, poolings
 
 
-@dataclass(frozen=True)
-class Level:
-    """The grid that Ξθ sees of an image: unit coordinates there are scale · x + shift of the image's own."""
+def index_to_unit(shape: Sequence[int], poolings: Sequence[Downsample], padding: int = 0) -> Matrix:
+    """(D + 1, D + 1): indices on the grid that poolings make of an image, padded → the image's unit coordinates."""
+    sides, to_coarse = tuple(shape), np.eye(len(shape) + 1)
+    for pooling in poolings:
+        if pooling.aligned:
+            to_coarse = _scaling(*fine_to_coarse(sides)) @ to_coarse
+        sides = pooled_shape(sides)
+    grid = Grid.of(sides).pad(padding)
+    return np.asarray(np.linalg.inv(to_coarse) @ _scaling(grid.spacing, grid.origin))
 
-    shape: tuple[int, ...]
-    scale: tuple[float, ...]
-    shift: tuple[float, ...]
 
-    @classmethod
-    def below(cls, shape: Sequence[int], poolings: Sequence[Downsample]) -> Level:
-        sides, scale, shift = tuple(shape), np.ones(len(shape)), np.zeros(len(shape))
-        for pooling in poolings:
-            if pooling.aligned:
-                by, plus = (np.array(values) for values in fine_to_coarse(sides))
-                scale, shift = scale * by, shift * by + plus
-            sides = pooled_shape(sides)
-        return cls(sides, tuple(scale), tuple(shift))
-
-    def index_of(self, points: Matrix, padding: int = 0) -> Matrix:
-        """Unit coordinates (..., D) of the image → fractional indices on this grid."""
-        spacing = np.array(Grid.of(self.shape).spacing)
-        return (points * np.array(self.scale) + np.array(self.shift)) / spacing + padding
-
-    def index_to_unit(self, padding: int = 0) -> Matrix:
-        """(D + 1, D + 1): indices on this grid, padded → the image's unit coordinates."""
-        grid = Grid.of(self.shape).pad(padding)
-        matrix = np.eye(len(self.shape) + 1)
-        matrix[:-1, :-1] = np.diag(np.array(grid.spacing) / self.scale)
-        matrix[:-1, -1] = (np.array(grid.origin) - self.shift) / self.scale
-        return matrix
+def _scaling(scale: Sequence[float], shift: Sequence[float]) -> Matrix:
+    matrix = np.diag([*scale, 1.0])
+    matrix[:-1, -1] = shift
+    return matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +61,10 @@ class Inside:
     """What Ξθ computes from a pair. Voxels are those of the pooled images; masks lie on the moving one's, padded."""
 
     xi: CoordinateAttention
-    moving_level: Level
-    fixed_level: Level
-    moving_features: Tensor  # (1, C, *padded shape)
-    fixed_features: Tensor  # (1, C, *shape)
+    moving_to_unit: Matrix  # indices on the moving image's padded grid → its unit coordinates
+    fixed_to_unit: Matrix  # indices on the fixed image's grid → its unit coordinates
+    moving_features: Tensor  # (1, *padded shape, C)
+    fixed_features: Tensor  # (1, *shape, C)
     moving: Tensor  # (1, 1, *shape), as Ξθ sees it
     fixed: Tensor
 
@@ -88,31 +73,28 @@ class Inside:
     def of(cls, model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Inside:
         """Run Ξθ on a pair of images, (1, 1, *shape) each."""
         xi, poolings = find_attention(model)
-        moving_level, fixed_level = (Level.below(image.shape[2:], poolings) for image in (moving, fixed))
+        lattices = index_to_unit(moving.shape[2:], poolings, xi.padding), index_to_unit(fixed.shape[2:], poolings)
         for _ in poolings:
             moving, fixed = pool(moving), pool(fixed)
-        features = [scale_to_length(xi.features(image), xi.length) for image in (moving, fixed)]
-        keys, queries = features[0].movedim(-1, 1), xi.crop(features[1]).movedim(-1, 1)
-        return cls(xi, moving_level, fixed_level, keys, queries, moving, fixed)
+        keys, queries = (scale_to_length(xi.features(image), xi.length) for image in (moving, fixed))
+        return cls(xi, *lattices, keys, xi.crop(queries), moving, fixed)
 
     @property
     def keys(self) -> Grid:
-        return Grid.of(self.moving_level.shape).pad(self.xi.padding)
+        return Grid.of(self.moving.shape[2:]).pad(self.xi.padding)
 
     def masks(self, voxels: Sequence[Sequence[int]]) -> Tensor:
         """The attention of N fixed voxels, given by their indices: (N, *padded shape), each summing to 1."""
-        queries = self.fixed_features[0].movedim(0, -1)[tuple(torch.tensor(voxels).T)]
-        logits = queries.double() @ as_vectors(self.moving_features)[0].double().mT
+        queries = self.fixed_features[0][tuple(torch.tensor(voxels).T)]
+        logits = queries.double() @ self.moving_features[0].flatten(0, -2).double().mT
         return logits.softmax(dim=-1).reshape(len(queries), *self.keys.shape)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean (*shape, D) and covariance (*shape, D, D) of every fixed voxel's attention, in unit coordinates of the
         pooled moving image."""
-        shape, dim = self.fixed_level.shape, len(self.fixed_level.shape)
-        mean, covariance = attention_moments(
-            as_vectors(self.fixed_features), as_vectors(self.moving_features), self.keys, bound=self.xi.length**2
-        )
-        return mean.reshape(*shape, dim), covariance.reshape(*shape, dim, dim)
+        queries, keys = self.fixed_features.flatten(1, -2), self.moving_features.flatten(1, -2)
+        mean, covariance = attention_moments(queries, keys, self.keys, bound=self.xi.length**2)
+        return mean[0].unflatten(0, self.fixed.shape[2:]), covariance[0].unflatten(0, self.fixed.shape[2:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,21 +107,19 @@ class Explanation:
 
     def voxel_at(self, point: Sequence[float]) -> tuple[int, ...]:
         """The pooled voxel of the fixed image nearest to a world point (LPS, mm)."""
-        level = self.inside.fixed_level
-        index = level.index_of(map_points(self.fixed.world_to_unit(), point))
-        rounded = np.rint(index).astype(int)
-        if ((rounded < 0) | (rounded >= np.array(level.shape))).any():
+        voxel = np.rint(map_points(np.linalg.inv(self.fixed_lattice()), point)).astype(int)
+        if ((voxel < 0) | (voxel >= np.array(self.inside.fixed.shape[2:]))).any():
             text = ", ".join(f"{x:g}" for x in point)
             raise InputError(f"the point ({text}) lies outside of {self.fixed.name}; expected a point in it, in LPS mm")
-        return tuple(int(n) for n in rounded)
+        return tuple(voxel.tolist())
 
     def fixed_lattice(self) -> Matrix:
         """(D + 1, D + 1): pooled voxels of the fixed image → world points."""
-        return self.fixed.unit_to_world() @ self.inside.fixed_level.index_to_unit()
+        return self.fixed.unit_to_world() @ self.inside.fixed_to_unit
 
     def moving_lattice(self) -> Matrix:
         """(D + 1, D + 1): voxels of a mask, padding included → world points."""
-        return self.moving.unit_to_world() @ self.inside.moving_level.index_to_unit(self.inside.xi.padding)
+        return self.moving.unit_to_world() @ self.inside.moving_to_unit
 
     def mask(self, voxel: Sequence[int]) -> Image:
         """The attention of a fixed voxel on the moving image's padded grid, summing to 1."""
@@ -149,8 +129,7 @@ class Explanation:
         """A mask's centre of mass, as a world point of the moving image, and its spread in mm: the root mean square
         distance from there."""
         weights = mask.data.astype(np.float64) / mask.data.sum(dtype=np.float64)
-        index = np.stack(np.meshgrid(*(np.arange(n) for n in mask.shape), indexing="ij"), axis=-1)
-        world = map_points(mask.affine, index)
+        world = map_points(mask.affine, np.moveaxis(np.indices(mask.shape), 0, -1))
         centre = np.tensordot(weights, world, axes=mask.dim)
         spread = np.sqrt((weights * ((world - centre) ** 2).sum(-1)).sum())
         return np.asarray(centre), float(spread)
@@ -158,10 +137,8 @@ class Explanation:
     def certainty(self) -> Image:
         """The spread of every fixed voxel's attention, in mm: small where the match is certain."""
         _, covariance = self.inside.moments()
-        level = self.inside.moving_level
-        to_mm = (self.moving.unit_to_world()[:-1, :-1] / np.array(level.scale)).astype(np.float64)
-        matrix = torch.from_numpy(to_mm).to(covariance)
-        in_mm = matrix @ covariance @ matrix.mT
+        to_mm = torch.from_numpy(self.moving_lattice()[:-1, :-1] / self.inside.keys.spacing).to(covariance)
+        in_mm = to_mm @ covariance @ to_mm.mT
         spread = in_mm.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()
         return Image(spread.float().cpu().numpy(), self.fixed_lattice(), "spread of attention, mm")
 
@@ -170,7 +147,7 @@ class Explanation:
         image = self.inside.fixed[0, 0]
         bright = (image > image.min() + 0.1 * (image.max() - image.min())).nonzero().cpu().numpy()
         drawn = np.random.default_rng(seed).permutation(len(bright))[:count]
-        return [tuple(int(n) for n in bright[number]) for number in drawn]
+        return [tuple(voxel) for voxel in bright[drawn].tolist()]
 
 
 def explain(
@@ -252,8 +229,8 @@ def probe(
     """Train a probe on the features of the moving image and apply it to those of the fixed one. Returns the probe, its
     heat, and the Dice of its segmentation, on the pooled grid."""
     inside = explanation.inside
-    of_moving = _pooled_labels(moving_labels, explanation.moving, inside.moving_level)
-    of_fixed = _pooled_labels(fixed_labels, explanation.fixed, inside.fixed_level)
+    of_moving = _labels_at(moving_labels, explanation.moving_lattice(), inside.moving, inside.xi.padding)
+    of_fixed = _labels_at(fixed_labels, explanation.fixed_lattice(), inside.fixed)
     if wanted is None:
         wanted = sorted({*of_moving.unique().tolist()} & {*of_fixed.unique().tolist()} - {0})
     if not len(wanted):
@@ -263,10 +240,9 @@ def probe(
     return trained, trained.heat(features), dice(trained.segment(features), of_fixed, list(wanted))
 
 
-def _pooled_labels(labels: Image, image: Image, level: Level) -> Tensor:
-    """A label map at the pooled voxels of an image, (1, 1, *shape): 0 outside of the map."""
-    index = np.moveaxis(np.indices(level.shape), 0, -1)
-    world = map_points(image.unit_to_world() @ level.index_to_unit(), index)
+def _labels_at(labels: Image, lattice: Matrix, pooled: Tensor, padding: int = 0) -> Tensor:
+    """A label map at the voxels of a pooled image, (1, 1, *shape): 0 outside of the map."""
+    world = map_points(lattice, np.moveaxis(np.indices(pooled.shape[2:]), 0, -1) + padding)
     nearest = np.rint(map_points(np.linalg.inv(labels.affine), world)).astype(int)
     last = np.array(labels.shape) - 1
     inside = ((nearest >= 0) & (nearest <= last)).all(axis=-1)
@@ -276,7 +252,7 @@ def _pooled_labels(labels: Image, image: Image, level: Level) -> Tensor:
 
 def _with_one(features: Tensor) -> Tensor:
     """(1, C, *shape) → (voxels, C + 1), with a constant feature, in double precision."""
-    flat = as_vectors(features)[0].double()
+    flat = features[0].flatten(1).mT.double()
     return torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
 
 
@@ -292,13 +268,11 @@ def draw_point(explanation: Explanation, voxel: Sequence[int]) -> bytes:
     fixed, moving = _fixed(explanation), _padded_moving(explanation)
     figure, plots = _figure(3, len(_axes(mask.dim)))
     for (top, middle, bottom), axis in zip(plots.T, _axes(mask.dim), strict=True):
-        _show(top, _slice(fixed, axis, voxel), explanation.fixed_lattice(), axis)
-        kept = [n for n in range(mask.dim) if n != axis]
-        top.plot(voxel[kept[0]], voxel[kept[1]], "+", color="red", markersize=10)
-        attention = _slice(mask.data, axis, index)
-        _show(middle, _slice(moving, axis, index), mask.affine, axis)
-        _show(middle, attention, mask.affine, axis, cmap="hot", alpha=_opacity(attention))
-        _show(bottom, _project(mask.data, axis), mask.affine, axis, cmap="hot")
+        _show(top, fixed, explanation.fixed_lattice(), axis, voxel)
+        top.plot(*(n for number, n in enumerate(voxel) if number != axis), "+", color="red", markersize=10)
+        _show(middle, moving, mask.affine, axis, index)
+        _show(middle, mask.data, mask.affine, axis, index, cmap="hot", opacity=_root)
+        _show(bottom, mask.data, mask.affine, axis, cmap="hot")
     plots[0][0].set_title("fixed image and point", fontsize=8, loc="left")
     plots[1][0].set_title(f"moving image and attention: spread {spread:.1f} mm", fontsize=8, loc="left")
     plots[2][0].set_title("attention, maximum-intensity projections", fontsize=8, loc="left")
@@ -311,10 +285,10 @@ def draw_masks(explanation: Explanation, voxels: Sequence[Sequence[int]], *, axi
     figure, plots = _figure(int(np.ceil(len(voxels) / side)), side)
     moving, lattice = _padded_moving(explanation), explanation.moving_lattice()
     along = None if moving.ndim == 2 else axis
+    mean = moving if along is None else moving.mean(along, keepdims=True)
     for plot, voxel in zip(plots.ravel(), voxels, strict=False):
-        projected = _project(explanation.inside.masks([voxel])[0].cpu().numpy(), along)
-        _show(plot, moving if along is None else moving.mean(along), lattice, along)
-        _show(plot, projected, lattice, along, cmap="hot", alpha=_opacity(projected))
+        _show(plot, mean, lattice, along)
+        _show(plot, explanation.mask(voxel).data, lattice, along, cmap="hot", opacity=_root)
     return _png(figure)
 
 
@@ -322,11 +296,10 @@ def draw_certainty(explanation: Explanation, certainty: Image) -> bytes:
     """Middle slices of the fixed image and of the map of certainty: a PNG."""
     axes, middle = _axes(certainty.dim), [n // 2 for n in certainty.shape]
     figure, plots = _figure(2, len(axes))
-    top = float(np.percentile(certainty.data, 99))
+    colours = {"cmap": "viridis", "vmin": 0, "vmax": float(np.percentile(certainty.data, 99))}
     for (above, below), axis in zip(plots.T, axes, strict=True):
-        _show(above, _slice(_fixed(explanation), axis, middle), certainty.affine, axis)
-        data = _slice(certainty.data, axis, middle)
-        shown = _show(below, data, certainty.affine, axis, cmap="viridis", vmin=0, vmax=top)
+        _show(above, _fixed(explanation), certainty.affine, axis, middle)
+        shown = _show(below, certainty.data, certainty.affine, axis, middle, **colours)
     figure.colorbar(shown, ax=plots[1], label="spread of attention, mm")
     return _png(figure)
 
@@ -339,13 +312,12 @@ def draw_probe(
     fixed, lattice = _fixed(explanation), explanation.fixed_lattice()
     axis = None if fixed.ndim == 2 else 2
     figure, plots = _figure(1, len(scores))
-    for column, (label, score) in enumerate(scores.items()):
+    for column, (plot, (label, score)) in enumerate(zip(plots[0], scores.items(), strict=True)):
         relative = (heat[column] / (2 * trained.thresholds[column])).clamp(0, 1).numpy()
         hottest = [0, 0, int(relative.sum((0, 1)).argmax())]
-        shown = _slice(relative, axis, hottest)
-        _show(plots[0][column], _slice(fixed, axis, hottest), lattice, axis)
-        _show(plots[0][column], shown, lattice, axis, cmap="hot", vmin=0, vmax=1, alpha=shown)
-        plots[0][column].set_title(f"{names.get(label, label)}: Dice {score:.2f}", fontsize=8)
+        _show(plot, fixed, lattice, axis, hottest)
+        _show(plot, relative, lattice, axis, hottest, cmap="hot", vmin=0, vmax=1, opacity=lambda shown: shown)
+        plot.set_title(f"{names.get(label, label)}: Dice {score:.2f}", fontsize=8)
     figure.suptitle(f"linear probe, mean Dice {mean_score(scores):.2f}", fontsize=9)
     return _png(figure)
 
@@ -363,14 +335,6 @@ def _axes(dim: int) -> list[int | None]:
     return [None] if dim == 2 else [0, 1, 2]
 
 
-def _slice(data: Any, axis: int | None, index: Any) -> Any:
-    return data if axis is None else data.take(int(index[axis]), axis)
-
-
-def _project(data: Any, axis: int | None) -> Any:
-    return data if axis is None else data.max(axis)
-
-
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
@@ -383,24 +347,24 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, plots
 
 
-def _show(plot: Any, data: Any, lattice: Matrix, axis: int | None, *, alpha: Any = None, **options: Any) -> Any:
-    """Draw a slice across an axis of a lattice, x to the right and y upwards."""
+def _show(
+    plot: Any, data: Any, lattice: Matrix, axis: int | None, index: Any = None, *, opacity: Any = None, **options: Any
+) -> Any:
+    """Draw a slice at an index, or else the maximum-intensity projection, across an axis of a lattice: x to the right
+    and y upwards. `opacity` is a function of the drawn values."""
+    if axis is not None:
+        data = data.max(axis) if index is None else data.take(int(index[axis]), axis)
     size = [mm for n, mm in enumerate(np.linalg.norm(lattice[:-1, :-1], axis=0)) if n != axis]
     options = {"cmap": "gray", "origin": "lower", "interpolation": "nearest", "aspect": size[1] / size[0]} | options
-    return plot.imshow(np.asarray(data).T, alpha=None if alpha is None else np.asarray(alpha).T, **options)
+    return plot.imshow(data.T, alpha=None if opacity is None else opacity(data.T), **options)
 
 
-def _opacity(mask: Any) -> Any:
-    top = float(np.max(mask))
-    return np.sqrt(np.asarray(mask) / top) if top > 0 else np.zeros_like(mask)
+def _root(mask: Any) -> Any:
+    """Opacity of an attention mask."""
+    return np.sqrt(mask / max(mask.max(), 1e-30))
 
 
 def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
-
-
-def as_vectors(features: Tensor) -> Tensor:
-    """(B, C, *shape) → (B, voxels, C)."""
-    return features.flatten(2).mT
