@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ import torch
 from conftest import SMALL
 
 from carlreg import gradicon, save
-from carlreg.cli import main
+from carlreg.cli import app, main
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, from_array, map_points
 from carlreg.files.results import FILES, WARPED_LABELS
 from carlreg.files.world_transform import WorldTransform
+from carlreg.registration.options import PairInputs, RegisterOptions
 
 sitk = pytest.importorskip("SimpleITK")
 from test_images import BAD  # noqa: E402  (needs SimpleITK)
@@ -83,6 +85,20 @@ def test_help_does_not_import_torch() -> None:
     check = "assert not {'torch', 'numpy', 'SimpleITK'} & set(sys.modules)"
     for words in (["--help"], ["register", "--help"], ["models", "--help"], ["--version"]):
         subprocess.run([sys.executable, "-c", script.format(words, check)], check=True, capture_output=True)
+
+
+def test_help_fits_a_terminal_of_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["carl", *(command.callback.__name__.replace("_", "-") for command in app.registered_commands)]
+    for name in names:
+        run(*([] if name == "carl" else [name]), "--help")
+        assert all(len(line) <= 80 for line in run.out.splitlines())  # type: ignore[attr-defined]
+    run("register", "--help")
+    options = [one.name.replace("_", "-") for kind in (PairInputs, RegisterOptions) for one in fields(kind)]
+    assert all(f"--{name}" in run.out.replace(",", "").split() for name in options)  # type: ignore[attr-defined]
+    run("train", "--help")
+    for heading in ("Network", "Schedule", "Augmentation", "Validation", "Execution"):
+        assert f"\n{heading}:\n" in run.out  # type: ignore[attr-defined]
 
 
 def test_register_writes_a_folder_that_other_tools_understand(data: Path, tmp_path: Path, run: Run) -> None:

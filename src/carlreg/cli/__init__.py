@@ -1,4 +1,4 @@
-"""The `carl` command line. Each command is a function in a module of the same name.
+"""The `carl` command line. Each command is a function.
 
 Nothing here imports torch before a command runs, so that `carl --help` is fast. Commands do not catch errors: `main`
 prints those that a user can act on as one line. Every other exception is a bug and keeps its traceback.
@@ -17,20 +17,18 @@ from typing import Annotated, Any
 import typer
 
 from carlreg import __version__
+from carlreg.cli import models
+from carlreg.cli._options import Command
 from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli._threads import respect_machine
-from carlreg.cli.convert import convert
 from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
 from carlreg.cli.explain import explain
 from carlreg.cli.info import info
-from carlreg.cli.jacobian import jacobian
-from carlreg.cli.models import models
 from carlreg.cli.register import register
 from carlreg.cli.train import train
+from carlreg.cli.transforms import convert, jacobian, warp, warp_points
 from carlreg.cli.view import view
-from carlreg.cli.warp import warp
-from carlreg.cli.warp_points import warp_points
 
 FAILURE, USAGE = 1, 2
 """Exit codes for a failed command and for wrong usage. A signal gives 128 plus its number."""
@@ -41,22 +39,16 @@ app = typer.Typer(
     help="Register medical images: map every point of a fixed image to the matching point of a moving image.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",  # refills paragraphs
+    rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(register)
-app.command()(warp)
-app.command("warp-points")(warp_points)
-app.command()(jacobian)
-app.command()(convert)
-app.command()(info)
-app.command()(evaluate)
-app.command()(explain)
-app.command()(view)
-app.command()(demo)
-app.add_typer(models, name="models")
-app.command("train")(train)
+for function in (register, warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train):
+    app.command(cls=Command)(function)
+group = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
+for name, function in models.COMMANDS.items():
+    group.command(name, cls=Command)(function)
+app.add_typer(group, name="models")
 
 
 def _print_version(requested: bool) -> None:
@@ -72,29 +64,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0, 1 if the command failed, 2 for wrong usage."""
-    respect_machine()
-    with _logging_to_stderr():
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-
-
-def _run(arguments: list[str]) -> int:
-    try:
-        with _signals_as_exceptions():
-            code = app(args=[_with_dashes(word) for word in arguments], prog_name="carl", standalone_mode=False)
-    except UsageError as error:
-        error.show()
-        return USAGE
-    except Stopped as stopped:
-        print("carl: stopped; no unfinished file was left", file=sys.stderr)
-        return stopped.code
-    except Exception as error:
-        print_error(error)
-        return FAILURE
-    return code if isinstance(code, int) else 0
 
 
 @contextmanager
@@ -128,6 +97,26 @@ def _logging_to_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+@_logging_to_stderr()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0, 1 if the command failed, 2 for wrong usage."""
+    respect_machine()
+    words = [_with_dashes(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    try:
+        with _signals_as_exceptions():
+            code = app(args=words, prog_name="carl", standalone_mode=False)
+    except UsageError as error:
+        error.show()
+        return USAGE
+    except Stopped as stopped:
+        print("carl: stopped; no unfinished file was left", file=sys.stderr)
+        return stopped.code
+    except Exception as error:
+        print_error(error)
+        return FAILURE
+    return code if isinstance(code, int) else 0
 
 
 def _with_dashes(word: str) -> str:

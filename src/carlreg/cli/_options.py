@@ -1,48 +1,71 @@
-"""Command-line options built from dataclasses: a default and a help text are written once, beside their field."""
+"""Commands built from functions and dataclasses: a default and a help text are written once, beside their name."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
+from carlreg.cli._shared import LOGGER
 from carlreg.errors import InputError
 
-Command = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def expand(*, usage: bool = False, **special: Any) -> Callable[[Command], Command]:
-    """Replace every dataclass parameter of a command by one option per field, named after the field.
+class Command(TyperCommand):
+    """A command whose help is plain text: names of options are never cut, and panels are sections."""
 
-    A field `name: Annotated[type, "help"] = default` gives type, help text and default of its option, and
-    `Annotated[type, "help", "panel"]` also its panel in the help; one of type Any takes a path. `special` are
-    annotations of options that need more: `Annotated[type, typer.Option(...)]`. `usage` reports
-    values that a dataclass refuses as wrong usage.
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                usual = f"{parameter.param_type_name.capitalize()}s"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
-    >>> @expand(optimize=Annotated[Optimize, typer.Option("--optimize", "--over")])
-    ... def register(inputs: PairInputs, options: RegisterOptions, out: Annotated[Path, typer.Option()]) -> None: ...
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first paragraph of the help, in full."""
+        return " ".join((self.help or "").partition("\n\n")[0].split())
+
+
+def command(*, usage: bool = False, **special: Any) -> Callable[[Function], Function]:
+    """Make the parameters of a function options of a command, and dataclass parameters one option per field.
+
+    `name: Annotated[type, "help"] = default` is the option --name. Further strings are its names if they begin with a
+    dash, of which a short one is added to --name, and otherwise its panel. `special` adds names to the fields of a
+    dataclass, or replaces their types: `Annotated[type, typer.Option(...)]`. A field of type Any takes a path. `usage`
+    reports values that a dataclass refuses as wrong usage. All commands have the options --quiet and --verbose.
+
+    >>> @command(optimize=("--optimize", "--over"))
+    ... def register(inputs: PairInputs, options: RegisterOptions, out: Annotated[Path, "Folder.", "-o"]) -> None: ...
     """
 
-    def decorate(command: Command) -> Command:
-        hints = get_type_hints(command, include_extras=True)
+    def decorate(function: Function) -> Function:
+        hints = get_type_hints(function, include_extras=True)
         groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
         parameters = []
-        for parameter in inspect.signature(command).parameters.values():
-            if parameter.name in groups:
-                types = get_type_hints(groups[parameter.name], include_extras=True)
-                for field in fields(groups[parameter.name]):
-                    parameters.append(_option(field, types[field.name], special.get(field.name)))
+        for one in inspect.signature(function).parameters.values():
+            if one.name in groups:
+                types = get_type_hints(groups[one.name], include_extras=True)
+                for field in fields(groups[one.name]):
+                    default = None if field.default is MISSING else field.default
+                    parameters.append(_option(field.name, types[field.name], default, special.get(field.name, ())))
             else:
-                parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+                parameters.append(_option(one.name, hints[one.name], one.default))
+        parameters += [_option(name, hint, False) for name, hint in LEVELS.items()]
 
-        @functools.wraps(command)
-        def flat(**values: Any) -> Any:
+        @functools.wraps(function)
+        def flat(*, quiet: bool, verbose: bool, **values: Any) -> Any:
             try:
                 made = {
                     name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
@@ -52,7 +75,7 @@ def expand(*, usage: bool = False, **special: Any) -> Callable[[Command], Comman
                 if usage:
                     raise typer.BadParameter(str(error)) from error
                 raise
-            return command(**values, **made)
+            return function(**values, **made)
 
         del flat.__wrapped__
         flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -62,16 +85,32 @@ def expand(*, usage: bool = False, **special: Any) -> Callable[[Command], Comman
     return decorate
 
 
-def _option(field: Field[Any], hint: Any, special: Any) -> inspect.Parameter:
-    kind, (text, *panel) = hint.__origin__, hint.__metadata__
-    default = None if field.default is MISSING else field.default
-    option = typer.Option()
-    if special is not None:
-        kind, option = special.__origin__, copy.copy(special.__metadata__[0])
-    elif kind is Any:
-        kind = Path | None
-    option.help = option.help or text
-    option.rich_help_panel = panel[0] if panel else None
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+def _option(name: str, hint: Any, default: Any, special: Any = ()) -> inspect.Parameter:
+    kind, words = hint.__origin__, [*hint.__metadata__, *getattr(special, "__metadata__", special)]
+    kind = Path | None if kind is Any else getattr(special, "__origin__", kind)
+    texts = [word for word in words if isinstance(word, str)]
+    names = [text for text in texts if text.startswith("-")]
+    if names and not any(text.startswith("--") for text in names):
+        names.insert(0, f"--{name.replace('_', '-')}")
+    option = copy.copy(next((word for word in words if not isinstance(word, str)), None)) or typer.Option(*names)
+    text, panel, *_ = [*(text for text in texts if text not in names), None, None]
+    option.help, option.rich_help_panel = option.help or text, option.rich_help_panel or panel
+    kinds = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kinds, default=default, annotation=Annotated[kind, option])
+
+
+def _set_level(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    """Set the log level as soon as --quiet or --verbose is parsed."""
+    if value:
+        if context.params.get("verbose" if parameter.name == "quiet" else "quiet"):
+            raise typer.BadParameter("--quiet and --verbose exclude each other; use only one of them")
+        LOGGER.setLevel(logging.ERROR if parameter.name == "quiet" else logging.DEBUG)
+    return value
+
+
+LEVELS = {
+    "quiet": Annotated[bool, "Print errors only.", typer.Option("--quiet", "-q", callback=_set_level)],
+    "verbose": Annotated[
+        bool, "Print debug output and full tracebacks.", typer.Option("--verbose", "-v", callback=_set_level)
+    ],
+}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from carlreg.cli._shared import Overwrite, Quiet, Verbose, message
+from carlreg.cli._options import command
+from carlreg.cli._shared import Device, Overwrite, message, numbers
 from carlreg.cli._threads import Threads
 from carlreg.errors import InputError
 from carlreg.files.atomic import refuse_result
@@ -22,62 +24,39 @@ if TYPE_CHECKING:
     from carlreg.paper_data.dataset import Dataset
 
 
+@command()
 def evaluate(
     pairs: Annotated[
-        Path | None,
-        typer.Argument(help="A CSV file of pairs, or a folder with results of `carl register`.", show_default=False),
+        Path | None, typer.Argument(help="A CSV file of pairs, or a folder with results of `carl register`.")
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method",
-            "-m",
-            help="NAME=SOURCE, once for each method: a folder of results, a CSV file of pairs with the column "
-            "'transform', the name or file of a model, a checkpoint of icon_registration (.trch, .pth), or one of "
-            "identity, ants-affine, ants-synquick, greedy, convexadam.",
-            show_default=False,
-        ),
+        "NAME=SOURCE, once for each method: a folder of results, a CSV file of pairs with the column 'transform', the "
+        "name or file of a model, a checkpoint of icon_registration (.trch, .pth), or one of identity, ants-affine, "
+        "ants-synquick, greedy, convexadam.",
+        "-m",
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Register the pairs with this model.", show_default=False)] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help="Use the pairs of one of the paper's datasets: abdomen1k, dirlab, hcp, …", show_default=False
-        ),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder of that dataset.", show_default=False)] = None,
+    model: Annotated[str | None, "Register the pairs with this model."] = None,
+    dataset: Annotated[str | None, "Use the pairs of one of the paper's datasets: abdomen1k, dirlab, hcp, …"] = None,
+    data: Annotated[Path | None, "The folder of that dataset."] = None,
     preparation: Annotated[
         Literal["dataset", "model"],
-        typer.Option(
-            help="With --dataset: models see the images as the paper prepares that dataset (grid, intensities, masks), "
-            "or as `carl register` would prepare them for the model."
-        ),
+        "With --dataset: models see the images as the paper prepares that dataset (grid, intensities, masks), or as "
+        "`carl register` would prepare them for the model.",
     ] = "dataset",
-    labels: Annotated[
-        str | None, typer.Option(help="Score only these labels, for example 1,2,6.", show_default=False)
-    ] = None,
+    labels: Annotated[str | None, "Score only these labels, for example 1,2,6."] = None,
     allow_missing_labels: Annotated[
-        bool, typer.Option(help="Skip labels that only one image of a pair has, instead of reporting a failure.")
+        bool, "Skip labels that only one image of a pair has, instead of reporting a failure."
     ] = False,
-    io_iterations: Annotated[
-        int | None, typer.Option(help="Steps of instance optimisation when a model registers.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder for scores.csv, scores.json and dice.png.", show_default=False),
-    ] = None,
+    io_iterations: Annotated[int | None, "Steps of instance optimisation when a model registers."] = None,
+    device: Device = "auto",
+    out: Annotated[Path | None, "Folder for scores.csv, scores.json and dice.png.", "-o"] = None,
     save: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the results of models and baselines. A baseline is not run again if its result exists.",
-            show_default=False,
-        ),
+        "Folder for the results of models and baselines. A baseline is not run again if its result exists.",
     ] = None,
     overwrite: Overwrite = False,
     threads: Threads = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Measure registrations: Dice, HD95, landmark error, folds, SDlogJ, inverse consistency, time and memory.
 
@@ -91,15 +70,24 @@ def evaluate(
     source, listed = _pairs(pairs, dataset, data)
     if preparation == "model":
         source = replace(source, prepare=None)
-    options = {"io_iterations": io_iterations, "device": device, "dataset": source}
-    methods = _results_of(pairs, listed) | _methods(method or [], model, options, save)
-    if not methods:
-        methods = {"transform": sources.listed}
-    chosen = (sorted(source.labels) or None) if labels is None else _numbers(labels)
+    options: dict[str, Any] = {"io_iterations": io_iterations, "device": device, "dataset": source}
+    methods: dict[str, Method] = {"transform": sources.listed} if any(pair.transform for pair in listed) else {}
+    if pairs is not None and pairs.is_dir():
+        methods[pairs.resolve().name] = sources.in_folder(pairs)
+    given = [text.partition("=") for text in method or []]
+    for name, equals, origin in given:
+        if not equals:
+            raise typer.BadParameter(f"--method is {name!r}; expected NAME=SOURCE")
+        if sum(name == one for one, _, _ in given) > 1:
+            raise typer.BadParameter(f"the method {name!r} is given twice; expected different names")
+        methods[name] = _method(origin, options, save and save / name)
+    if model is not None:
+        methods[Path(model).stem] = sources.by_model(model, save=save, **options)
+    chosen = sorted(source.labels) if labels is None else numbers(labels, int, "--labels", "whole numbers: 1,2,6")
     result = api.evaluate(
         listed,
-        methods,
-        labels=chosen,
+        methods or {"transform": sources.listed},
+        labels=chosen or None,
         names=source.labels,
         partial=allow_missing_labels,
         dataset=source,
@@ -119,42 +107,14 @@ def _pairs(pairs: Path | None, dataset: str | None, data: Path | None) -> tuple[
     from carlreg.paper_data import find_dataset
     from carlreg.paper_data.dataset import PLAIN
 
-    if (pairs is None) == (dataset is None):
-        raise typer.BadParameter("expected a CSV file of pairs, a folder of results, or --dataset with --data")
-    if pairs is not None:
+    if pairs is not None and dataset is None:
         return PLAIN, (sources.pairs_of(pairs) if pairs.is_dir() else PLAIN.pairs(pairs))
+    if pairs is not None or dataset is None:
+        raise typer.BadParameter("expected a CSV file of pairs, a folder of results, or --dataset with --data")
     if data is None:
         raise typer.BadParameter("--dataset was given without --data; expected the folder of the dataset")
-    assert dataset is not None
     source = find_dataset(dataset)
     return source, source.pairs(data)
-
-
-def _results_of(pairs: Path | None, listed: list[Pair]) -> dict[str, Method]:
-    """The results that come with the pairs."""
-    from carlreg.evaluation import sources
-
-    methods: dict[str, Method] = {"transform": sources.listed} if any(pair.transform for pair in listed) else {}
-    if pairs is not None and pairs.is_dir():
-        methods[pairs.resolve().name] = sources.in_folder(pairs)
-    return methods
-
-
-def _methods(texts: list[str], model: str | None, options: dict[str, Any], save: Path | None) -> dict[str, Method]:
-    """The methods of --method and --model, by name."""
-    from carlreg.evaluation import sources
-
-    methods: dict[str, Method] = {}
-    for text in texts:
-        name, equals, source = text.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--method is {text!r}; expected NAME=SOURCE")
-        if name in methods:
-            raise typer.BadParameter(f"the method {name!r} is given twice; expected different names")
-        methods[name] = _method(source, options, save and save / name)
-    if model is not None:
-        methods[Path(model).stem] = sources.by_model(model, save=save, **options)
-    return methods
 
 
 def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
@@ -181,13 +141,6 @@ def _method(source: str, options: dict[str, Any], save: Path | None) -> Method:
     )
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(" ", ",").split(",") if word]
-    except ValueError as error:
-        raise typer.BadParameter(f"--labels is {text!r}; expected whole numbers: 1,2,6") from error
-
-
 def _report(scores: Scores) -> None:
     """Print a pair's failures and, to a terminal, its figures."""
     from carlreg.evaluation.scores import FIGURES
@@ -201,36 +154,43 @@ def _report(scores: Scores) -> None:
 
 def _print_tables(evaluation: Evaluation) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from carlreg.evaluation.scores import FIGURES
     from carlreg.evaluation.statistics import mean
 
-    means = {method: evaluation.means(method) for method in evaluation.methods}
-    shown = [key for key in FIGURES if any(row[key] == row[key] for row in means.values())]
-    table = Table(title="Means over pairs")
-    for heading in ("method", "pairs", *(FIGURES[key] for key in shown)):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for method, row in means.items():
-        scores = evaluation.of(method)
-        succeeded = sum(not one.failures for one in scores)
-        table.add_row(method, f"{succeeded}/{len(scores)}", *(_text(row[key]) for key in shown))
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    methods = evaluation.methods
+    means = {method: evaluation.means(method) for method in methods}
+    shown = [key for key in FIGURES if any(row[key] == row[key] for row in means.values())]
+    succeeded = {method: [not one.failures for one in evaluation.of(method)] for method in methods}
+    rows = [
+        (method, f"{sum(succeeded[method])}/{len(succeeded[method])}", *(_text(row[key]) for key in shown))
+        for method, row in means.items()
+    ]
+    console.print(_table("Means over pairs", ["method", "pairs", *(FIGURES[key] for key in shown)], rows))
     if evaluation.labels:
-        table = Table("label", title="Dice per structure")
-        for method in evaluation.methods:
-            table.add_column(method, justify="right")
-        for label in evaluation.labels:
-            cells = [_text(mean(evaluation.dice_of(method, label))) for method in evaluation.methods]
-            table.add_row(evaluation.label_name(label), *cells)
-        console.print(table)
+        rows = [
+            (evaluation.label_name(label), *(_text(mean(evaluation.dice_of(method, label))) for method in methods))
+            for label in evaluation.labels
+        ]
+        console.print(_table("Dice per structure", ["label", *methods], rows))
     for one in evaluation.comparisons():
         low, high = one.interval
         console.print(
             f"{one.first} − {one.second}, {FIGURES[one.figure]}: {one.mean_difference:+.4f} "
             f"[{low:+.4f}, {high:+.4f}], p = {one.p:.2g}, better on {one.won} of {one.pairs} pairs"
         )
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(headings[0], title=title)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _text(value: float) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from carlreg.cli._shared import Quiet, Verbose
+from carlreg.cli._options import command
+from carlreg.cli._shared import Device, numbers
 from carlreg.errors import ExistsError
 from carlreg.files.results import REPORT, ResultFolder
 
@@ -15,32 +16,22 @@ NAMES = ("mask.nii.gz", "certainty.nii.gz", "point.png", "masks.png", "certainty
 """The files that this command writes, and replaces with --overwrite."""
 
 
+@command()
 def explain(
-    fixed: Annotated[Path, typer.Option("--fixed", "-f", help="The fixed image.")],
-    moving: Annotated[Path, typer.Option("--moving", "-m", help="The moving image.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for pictures, maps and report.json.")],
+    fixed: Annotated[Path, "The fixed image.", "-f"],
+    moving: Annotated[Path, "The moving image.", "-m"],
+    out: Annotated[Path, "Folder for pictures, maps and report.json.", "-o"],
     point: Annotated[
-        str | None,
-        typer.Option(
-            help="A point of the fixed image in LPS mm, for example 12,-40.5,130. By default its centre.",
-            show_default=False,
-        ),
+        str | None, "A point of the fixed image in LPS mm, for example 12,-40.5,130. By default its centre."
     ] = None,
-    model: Annotated[str, typer.Option(help="A model's name or file.")] = "default",
-    fixed_seg: Annotated[Path | None, typer.Option(help="Labels of the fixed image.", show_default=False)] = None,
-    moving_seg: Annotated[
-        Path | None,
-        typer.Option(help="Labels of the moving image. With both, a linear probe is trained.", show_default=False),
-    ] = None,
-    labels: Annotated[
-        str | None, typer.Option(help="Probe only these labels, for example 1,2,6.", show_default=False)
-    ] = None,
+    model: Annotated[str, "A model's name or file."] = "default",
+    fixed_seg: Annotated[Path | None, "Labels of the fixed image."] = None,
+    moving_seg: Annotated[Path | None, "Labels of the moving image. With both, a linear probe is trained."] = None,
+    labels: Annotated[str | None, "Probe only these labels, for example 1,2,6."] = None,
     voxels: Annotated[int, typer.Option(help="Number of random voxels whose masks are drawn.", min=1)] = 25,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same voxels.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0 or mps.")] = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace the files of an earlier run.")] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    seed: Annotated[int, "The same seed draws the same voxels."] = 0,
+    device: Device = "auto",
+    overwrite: Annotated[bool, "Replace the files of an earlier run."] = False,
 ) -> None:
     """Show how a network matches two images, before its refinements.
 
@@ -51,7 +42,6 @@ def explain(
     import json
 
     from carlreg import explain
-    from carlreg.cli.evaluate import _numbers
     from carlreg.files import images
     from carlreg.files.atomic import refuse_result, write_atomically, write_together
     from carlreg.files.images import map_points
@@ -63,7 +53,8 @@ def explain(
     refuse_result(out, REPORT, overwrite)
     seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
-    voxel = seen.voxel_at(middle if point is None else _point(point, seen.fixed.dim))
+    expected = f"{seen.fixed.dim} numbers in LPS millimetres, separated by commas"
+    voxel = seen.voxel_at(middle if point is None else numbers(point, float, "--point", expected, seen.fixed.dim))
     mask, certainty = seen.mask(voxel), seen.certainty()
     centre, spread = seen.match(mask)
     drawn = seen.random_voxels(voxels, seed)
@@ -83,7 +74,8 @@ def explain(
     }
     if fixed_seg is not None and moving_seg is not None:
         maps = images.read_labels(moving_seg), images.read_labels(fixed_seg)
-        trained, heat, scores = explain.probe(seen, *maps, None if labels is None else _numbers(labels))
+        wanted = None if labels is None else numbers(labels, int, "--labels", "whole numbers: 1,2,6")
+        trained, heat, scores = explain.probe(seen, *maps, wanted)
         pictures["probe.png"] = explain.draw_probe(seen, trained, heat, scores, {})
         report["probe_dice"] = {str(label): score for label, score in scores.items()}
     with write_together(out, NAMES, last=REPORT, overwrite=overwrite) as staging:
@@ -94,13 +86,3 @@ def explain(
         write_atomically(staging / REPORT, (json.dumps(report, indent=2) + "\n").encode())
     near = ", ".join(f"{x:.1f}" for x in centre)
     typer.echo(f"the point's match is ({near}) mm, LPS, with a spread of {spread:.1f} mm; pictures are in {out}")
-
-
-def _point(text: str, dim: int) -> list[float]:
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != dim:
-        raise typer.BadParameter(f"--point is {text!r}; expected {dim} numbers in LPS millimetres, separated by commas")
-    return numbers

@@ -8,22 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from carlreg.cli._shared import Quiet, Verbose
+from carlreg.cli._options import command
+from carlreg.cli.transforms import is_transform
 from carlreg.errors import InputError
 from carlreg.files.results import REPORT, ResultFolder
 
 
+@command()
 def info(
     path: Annotated[Path, typer.Argument(help="An image, a transform, a model, or a folder of `carl register`.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    as_json: Annotated[bool, "Print JSON.", "--json"] = False,
 ) -> None:
     """Describe an image, a transform, a model or a result folder."""
     if not path.exists():
         raise InputError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
-    from carlreg.cli.convert import is_transform
-
     if (result := ResultFolder(path)).holds_registration():
         facts = _registration(result)
     elif path.suffix.lower() == ".safetensors":

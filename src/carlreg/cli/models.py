@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from carlreg.cli._shared import Overwrite, Quiet, Verbose, check_new
+from carlreg.cli._options import command
+from carlreg.cli._shared import Overwrite, check_new
 from carlreg.errors import InputError
 
-models = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of a model in the package, or path of a model file.")]
 
 
-@models.command("list")
-def list_models(quiet: Quiet = False, verbose: Verbose = False) -> None:
+@command()
+def list_models() -> None:
     """List the models in the package with their licences. The default comes first, `auto` last."""
     from carlreg.model.files import read_metadata
     from carlreg.model.loaded import AUTO
@@ -26,8 +26,8 @@ def list_models(quiet: Quiet = False, verbose: Verbose = False) -> None:
     typer.echo(f"{AUTO}\t{DEFAULT}, after a rotation search")
 
 
-@models.command()
-def show(name: Name = "default", quiet: Quiet = False, verbose: Verbose = False) -> None:
+@command()
+def show(name: Name = "default") -> None:
     """Print a model's metadata: training, grid, licence, size and checksum."""
     from carlreg.cli.info import as_text, model_facts
     from carlreg.model.loaded import find_model
@@ -35,8 +35,8 @@ def show(name: Name = "default", quiet: Quiet = False, verbose: Verbose = False)
     typer.echo(as_text(model_facts(find_model(name))))
 
 
-@models.command()
-def verify(name: Name = "default", quiet: Quiet = False, verbose: Verbose = False) -> None:
+@command()
+def verify(name: Name = "default") -> None:
     """Check that a model file is complete and, for a model in the package, that its checksum is the published one."""
     from carlreg.files.checksums import sha256
     from carlreg.model.files import load
@@ -54,26 +54,23 @@ def verify(name: Name = "default", quiet: Quiet = False, verbose: Verbose = Fals
     typer.echo(f"{path.name}: complete, sha256 {checksum}")
 
 
-@models.command()
-def licence(quiet: Quiet = False, verbose: Verbose = False) -> None:
+@command()
+def licence() -> None:
     """Print the licence of the models in the package."""
     from carlreg.model.shipped import WEIGHTS
 
     typer.echo((WEIGHTS / "LICENSE").read_text(encoding="utf-8").rstrip())
 
 
-@models.command("import")
+@command()
 def import_model(
     checkpoint: Annotated[Path, typer.Argument(help="State dict of icon_registration: CARL, GradICON, uniGradICON.")],
     out: Annotated[Path, typer.Argument(help="Model file to write, .safetensors.")],
     grid: Annotated[
-        str | None,
-        typer.Option(help="Grid the network was trained on, such as '175 175 175'. Images are resampled to it."),
+        str | None, "Grid the network was trained on, such as '175 175 175'. Images are resampled to it."
     ] = None,
-    licence: Annotated[str | None, typer.Option(help="Licence to store in the file.")] = None,
+    licence: Annotated[str | None, "Licence to store in the file."] = None,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint of the paper's authors into a model file. No code in the checkpoint is executed."""
     check_new(out, overwrite, (".safetensors",))
@@ -100,3 +97,6 @@ def import_model(
     metadata |= {} if sides is None else {"grid": " ".join(sides)}
     metadata |= {} if licence is None else {"licence": licence}
     save(from_icon(state), out, metadata=metadata)
+
+
+COMMANDS = {"list": list_models, "show": show, "verify": verify, "licence": licence, "import": import_model}

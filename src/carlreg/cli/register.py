@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from carlreg.cli._options import expand
-from carlreg.cli._shared import IMAGES, Quiet, Verbose, check_new, message, print_error, working
+from carlreg.cli._options import command
+from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, print_error, working
 from carlreg.cli._threads import Threads
 from carlreg.files.results import PAGE, Report, ResultFolder
-from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, SimilarityName
+from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
 
 if TYPE_CHECKING:
     from carlreg.model.loaded import LoadedModel
@@ -23,19 +23,14 @@ if TYPE_CHECKING:
 
 def _iterations(text: str) -> int | None:
     """`auto`, `None` (which is 0 in other tools' scripts) or a number."""
-    if text.lower() == "auto":
-        return None
-    if text.lower() == "none":
-        return 0
-    try:
-        steps = int(text)
-    except ValueError:
-        steps = -1
-    if steps < 0:
+    named: dict[str, int | None] = {"auto": None, "none": 0}
+    if text.lower() in named:
+        return named[text.lower()]
+    if not text.isdecimal():
         raise typer.BadParameter(
             f"{text!r} is not a number of steps; expected 0 or more, auto, or None", param_hint="--io-iterations"
         )
-    return steps
+    return int(text)
 
 
 Some = Path | None
@@ -45,15 +40,15 @@ Some = Path | None
 class Outputs:
     """What to write, and where."""
 
-    out: Annotated[Some, "The folder for all results; created if needed."] = None
+    out: Annotated[Some, "The folder for all results; created if needed.", "-o"] = None
     transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm."] = None
     warped_moving_out: Annotated[Some, "A file for the warped moving image alone."] = None
     html: Annotated[bool, "Write report.html, which shows the result in a browser."] = True
-    overwrite: Annotated[bool, "Replace existing files."] = False
+    overwrite: Overwrite = False
 
     def files(self) -> dict[str, Path]:
-        """The folder and files that were given, by the name of their option."""
-        given = {"out": self.out, "transform-out": self.transform_out, "warped-moving-out": self.warped_moving_out}
+        """The folder and files that were given, by name."""
+        given = {"out": self.out, "transform_out": self.transform_out, "warped_moving_out": self.warped_moving_out}
         return {name: path for name, path in given.items() if path is not None}
 
     def check(self) -> None:
@@ -66,15 +61,13 @@ class Outputs:
             check_new(self.warped_moving_out, self.overwrite, IMAGES)
 
 
-@expand(
-    fixed=Annotated[Some, typer.Option("--fixed", "-f")],
-    moving=Annotated[Some, typer.Option("--moving", "-m")],
-    out=Annotated[Some, typer.Option("--out", "-o")],
-    overwrite=Annotated[bool, typer.Option("--overwrite")],
+@command(
+    fixed=["-f"],
+    moving=["-m"],
     io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
     io_sim=Annotated[SimilarityName, typer.Option()],
-    optimize=Annotated[Optimize, typer.Option("--optimize", "--over")],
-    fit_source=Annotated[FitSource, typer.Option("--fit-source", "--fit-to")],
+    optimize=["--optimize", "--over"],
+    fit_source=["--fit-source", "--fit-to"],
 )
 def register(
     *,
@@ -82,24 +75,18 @@ def register(
     outputs: Outputs,
     pairs: Annotated[
         Some,
-        typer.Option(
-            help="A CSV file with a pair in each row, instead of --fixed and --moving. Columns: fixed, moving, and "
-            "optionally name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, "
-            "initial_transform. Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were "
-            "registered before from the same files, with the same model and options, are skipped."
-        ),
+        "A CSV file with a pair in each row, instead of --fixed and --moving. Columns: fixed, moving, and optionally "
+        "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, initial_transform. "
+        "Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were registered before from "
+        "the same files, with the same model and options, are skipped.",
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            help="A model from `carl models list`, or a model file. auto: the default model, after a search for a "
-            "rotation between the scans, which is undone first."
-        ),
+        "A model from `carl models list`, or a model file. auto: the default model, after a search for a rotation "
+        "between the scans, which is undone first.",
     ] = "default",
     options: RegisterOptions,
     threads: Threads = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
 
@@ -129,11 +116,16 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
 
     outputs.check()
     overwrite = outputs.overwrite
-    with working("reading") as progress:
+    with working("reading") as show:
         steps = _steps(options)
-        step = lambda number, _: progress.step(number, max(number, steps))  # noqa: E731
-        result = register_pair(inputs, model, options, progress=progress.start, callback=step)
-        progress.start("writing")
+        result = register_pair(
+            inputs,
+            model,
+            options,
+            progress=lambda part: show(description=part, completed=0, total=None),
+            callback=lambda number, _: show(completed=number, total=max(number, steps)),
+        )
+        show(description="writing", completed=0, total=None)
         if outputs.out is not None:
             result.save(outputs.out, overwrite=overwrite, extra={PAGE: report.page(result)} if outputs.html else None)
         if outputs.transform_out is not None:
@@ -158,16 +150,12 @@ def _steps(options: RegisterOptions) -> int:
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
-    parts = []
-    if "dice_after" in metrics:
-        parts.append(f"Dice {metrics['dice_before']:.3f} before, {metrics['dice_after']:.3f} after, ")
-    if "tre_after_mm" in metrics:
-        parts.append(
-            f"landmarks {metrics['tre_before_mm']:.1f} mm apart before, {metrics['tre_after_mm']:.1f} mm after, "
-        )
-    if "folds_percent" in metrics:
-        parts.append(f"{metrics['folds_percent']:.3f} % folds, ")
-    return "".join(parts)
+    parts = {
+        "dice_after": "Dice {dice_before:.3f} before, {dice_after:.3f} after, ",
+        "tre_after_mm": "landmarks {tre_before_mm:.1f} mm apart before, {tre_after_mm:.1f} mm after, ",
+        "folds_percent": "{folds_percent:.3f} % folds, ",
+    }
+    return "".join(text.format(**metrics) for name, text in parts.items() if name in metrics)
 
 
 # ---- many pairs -----------------------------------------------------------------------------------------------------

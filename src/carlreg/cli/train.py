@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from carlreg.cli._options import expand
-from carlreg.cli._shared import Quiet, Stopped, Verbose
+from carlreg.cli._options import command
+from carlreg.cli._shared import Stopped, is_quiet, numbers
 from carlreg.cli._threads import Threads
 from carlreg.training.monitor import Monitor
-from carlreg.training.settings import Execution, Settings
+from carlreg.training.settings import EXECUTION, VALIDATION, Execution, Settings
 
 if TYPE_CHECKING:
     from carlreg.training.loop import Progress
 
 
 def _sides(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.replace("x", ",").split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a valid grid; expected for example 96 or 96,112,96") from None
+    return tuple(numbers(text, int, "--grid", "for example 96 or 96,112,96"))
 
 
-@expand(
+@command(
     usage=True,
     grid=Annotated[str | None, typer.Option(parser=_sides, metavar="SIDES")],
-    freeze_batch_norm=Annotated[bool, typer.Option("--freeze-batch-norm")],
-    permutations=Annotated[bool, typer.Option("--permute/--no-permute")],
-    validation_fraction=Annotated[float | None, typer.Option("--val-fraction")],
-    validation_pairs=Annotated[int, typer.Option("--val-pairs")],
+    freeze_batch_norm=["--freeze-batch-norm"],
+    permutations=["--permute/--no-permute"],
+    validation_fraction=["--val-fraction"],
+    validation_pairs=["--val-pairs"],
 )
 def train(
     data: Annotated[
@@ -42,21 +40,13 @@ def train(
             "columns `fixed` and `moving`, one pair per row; or a folder of images."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the run. An interrupted run in it is resumed.")],
+    out: Annotated[Path, "Folder for the run. An interrupted run in it is resumed.", "-o"],
     settings: Settings,
-    val: Annotated[
-        Path | None,
-        typer.Option(help="A separate CSV file or folder for validation.", rich_help_panel="Validation"),
-    ] = None,
+    val: Annotated[Path | None, "A separate CSV file or folder for validation.", VALIDATION] = None,
     *,
     execution: Execution,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Start again if the folder holds a run.", rich_help_panel="Execution"),
-    ] = False,
+    overwrite: Annotated[bool, "Start again if the folder holds a run.", "--overwrite", EXECUTION] = False,
     threads: Threads = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Train a network on your own images, or continue training one.
 
@@ -67,7 +57,7 @@ def train(
     from carlreg.training.run import run
 
     rank, _, _ = ranks(execution.devices, execution.nodes)
-    display = _Display(quiet or rank != 0)
+    display = _Display(is_quiet() or rank != 0)
     try:
         with display:
             model = run(data, out, settings, execution, val=val, overwrite=overwrite, monitor=display)
@@ -86,7 +76,6 @@ class _Display(Monitor):
         self.quiet = quiet
         self.terminal: Any = None
         self.task: Any = None
-        self.done = self.total = 0
 
     def __enter__(self) -> None:
         if not self.quiet and sys.stderr.isatty():
@@ -126,11 +115,5 @@ class _Display(Monitor):
         if self.terminal is not None:
             self.terminal.update(self.task, completed=step, description=", ".join(parts))
             return
-        left = (time.monotonic() - self.started) / max(step - self.done, 1) * (self.total - step)
-        self.report(f"step {step} of {self.total}: {', '.join(parts)}, {_duration(left)} left")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+        seconds = (time.monotonic() - self.started) / max(step - self.done, 1) * (self.total - step)
+        self.report(f"step {step} of {self.total}: {', '.join(parts)}, {timedelta(seconds=round(seconds))} left")

@@ -7,25 +7,21 @@ from typing import Annotated
 
 import typer
 
-from carlreg.cli._shared import Quiet, Stopped, Verbose, message
+from carlreg.cli._options import command
+from carlreg.cli._shared import Stopped, message
 
 
+@command()
 def view(
     folder: Annotated[Path, typer.Argument(help="Result folder of `carl register`.")],
     port: Annotated[int, typer.Option(help="Port to serve on. 0 means any free port.", min=0, max=65535)] = 0,
-    no_browser: Annotated[
-        bool, typer.Option("--no-browser", help="Print the address, but do not open a browser.")
-    ] = False,
+    no_browser: Annotated[bool, "Print the address, but do not open a browser.", "--no-browser"] = False,
     trust: Annotated[
         bool,
-        typer.Option(
-            "--trust",
-            help="Show input files even if their checksums differ from report.json, and follow links that lead out of "
-            "the folder. Use it only for folders that you made yourself.",
-        ),
+        "Show input files even if their checksums differ from report.json, and follow links that lead out of the "
+        "folder. Use it only for folders that you made yourself.",
+        "--trust",
     ] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Show a registration in the browser: fixed, moving and warped images, linked by the transform.
 

@@ -1,0 +1,226 @@
+"""`carl warp`, `carl warp-points`, `carl jacobian` and `carl convert`: apply, measure and convert transforms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from carlreg.cli._options import command
+from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, working
+from carlreg.errors import InputError
+from carlreg.files.results import INVERSE, TRANSFORM, WARPED, ResultFolder
+
+if TYPE_CHECKING:
+    from carlreg.files.images import Image
+    from carlreg.files.world_transform import ItkTransform, WorldTransform
+
+Part = Literal["whole", "affine", "displacement"]
+Transforms = Annotated[
+    list[Path],
+    "Result folder of `carl register`, or transform file. Repeat the option to chain transforms: the first is "
+    "applied to a point first.",
+    "-t",
+]
+Reference = Annotated[Path | None, "Image that defines the output grid. Not needed with a result folder.", "-r"]
+
+
+@command()
+def warp(
+    image: Annotated[Path, "The image, in the moving image's space.", "-i"],
+    transform: Transforms,
+    out: Annotated[Path, "The file to write.", "-o"],
+    reference: Reference = None,
+    inverse: Annotated[bool, "Warp from the fixed to the moving image instead.", "--inverse"] = False,
+    labels: Annotated[bool, "The image is a label map: use the nearest voxel.", "--labels"] = False,
+    interpolation: Annotated[Literal["linear", "nearest"], "How to interpolate between voxels."] = "linear",
+    outside: Annotated[
+        float | None, "The value outside the image. By default 0, or the lowest value if negative, as in CT."
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Resample the moving image, or its labels, on the fixed image's grid. The data type is kept."""
+    check_new(out, overwrite, IMAGES)
+    from carlreg.files import images, world_transform
+
+    with working("reading") as show:
+        source = images.read_labels(image) if labels else images.read(image)
+        if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
+            raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
+        if inverse and reference is None:
+            raise InputError("--inverse needs --reference: the moving image, which defines the output grid")
+        mapping = _read(transform, inverse=inverse)
+        grid = _read_reference(reference, transform, mapping)
+        if not source.dim == mapping.dim == grid.dim:
+            sides = f"the image is {source.dim}-D, the transform {mapping.dim}-D, the reference {grid.dim}-D"
+            raise InputError(f"{sides}; expected the same")
+        if not labels and interpolation == "linear" and images.looks_like_labels(source):
+            message(f"{image} looks like a label map; if it is one, give --labels")
+        show(description="warping")
+        warped = world_transform.apply(mapping, source, grid, "nearest" if labels else interpolation, outside)
+        images.write(warped, out, overwrite=overwrite)
+
+
+@command()
+def warp_points(
+    points: Annotated[Path, "A text file (.csv, .tsv, .txt), or Slicer's .fcsv or .mrk.json.", "-p"],
+    transform: Transforms,
+    side: Annotated[Literal["fixed", "moving"], "The image that the points belong to.", "--from"],
+    out: Annotated[Path, "The file to write, in the same format.", "-o"],
+    space: Annotated[
+        Literal["LPS", "RAS"], "The meaning of columns x, y, z: LPS as in ITK and ANTs, or RAS as in NIfTI."
+    ] = "LPS",
+    overwrite: Overwrite = False,
+) -> None:
+    """Map points from one image to the other, in world millimetres.
+
+    Points of the fixed image go through the transform, points of the moving image through its inverse, which is
+    computed at each point. Everything else in the file is kept.
+    """
+    check_new(out, overwrite)
+    import numpy as np
+
+    from carlreg.files import world_transform
+    from carlreg.files.landmarks import read_points, write_points
+    from carlreg.files.world_transform import WorldTransform
+
+    source = read_points(points, space=space)
+    mapping = _read(transform)
+    dim = source.positions.shape[1]
+    if mapping.dim != dim:
+        raise InputError(f"{points} holds {dim}-D points but the transform is {mapping.dim}-D; expected the same")
+    if side == "fixed":
+        moved = mapping(source.positions)
+    elif isinstance(mapping, WorldTransform):
+        moved, residual = world_transform.invert_points(mapping, source.positions)
+        doubtful = int((~(residual < 0.1)).sum())
+        if doubtful:
+            message(f"{doubtful} of {len(moved)} points lie outside the fixed image, or where the transform folds")
+    else:
+        raise InputError(f"{transform[0]} cannot be inverted; give the transform of the other direction, --from fixed")
+    if not np.isfinite(moved).all():
+        raise InputError(f"{transform[0]} maps points of {points} to infinity; expected a transform of these images")
+    write_points(source, moved, out, overwrite=overwrite)
+
+
+@command()
+def jacobian(
+    transform: Transforms,
+    out: Annotated[Path, "Image to write.", "-o"],
+    reference: Reference = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds.
+
+    The determinant is above 1 where the anatomy is larger in the moving image, below 1 where it is smaller, and below
+    0 where the transform folds.
+    """
+    check_new(out, overwrite, IMAGES)
+    from carlreg.files import images, world_transform
+
+    with working("determinants"):
+        mapping = _read(transform)
+        grid = _read_reference(reference, transform, mapping)
+        if grid.dim != mapping.dim:
+            raise InputError(f"the transform is {mapping.dim}-D but the reference is {grid.dim}-D; expected the same")
+        result = world_transform.jacobian_determinant(mapping, grid)
+        images.write(result, out, overwrite=overwrite)
+    folds, values = world_transform.folds_percent(result), result.data
+    typer.echo(
+        f"folds {folds:.4f} %, determinants from {values.min():.3f} to {values.max():.3f}, mean {values.mean():.3f}"
+    )
+
+
+@command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A transform file, a folder of `carl register`, or an image.")],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            help="For a transform: .h5, .tfm, .mat (affine ones only), an image such as .nii.gz for displacements in "
+            "mm, or disp_*.nii.gz for Learn2Reg's in voxels. For an image: any image format."
+        ),
+    ],
+    reference: Reference = None,
+    moving: Annotated[Path | None, "The moving image, for Learn2Reg.", "-m"] = None,
+    part: Annotated[Part, "Write all of T(x) = A(x + u(x)), or only A or x + u(x)."] = "whole",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a transform or an image in another format."""
+    check_new(target, overwrite)
+    from carlreg.files import images, transform_files
+
+    with working("converting"):
+        if not is_transform(source):
+            images.write(images.read(source), target, overwrite=overwrite)
+            return
+        if not transform_files.is_learn2reg(source):
+            transform = _read([source])
+        elif reference is not None:
+            transform = transform_files.read_learn2reg(source, images.read(reference))
+        else:
+            raise InputError(f"{source} holds displacements in voxels; give the fixed image with --reference")
+        transform, name = _part(transform, part), target.name.lower()
+        if name.endswith((*transform_files.HDF5, *transform_files.TEXT, ".mat")):
+            transform_files.write(transform, target, overwrite=overwrite)
+            return
+        grid = _read_reference(reference, [source], transform)
+        if name.startswith("disp_"):
+            other = grid if moving is None else images.read(moving)
+            transform_files.write_learn2reg(transform, grid, other, target, overwrite=overwrite)
+        else:
+            transform_files.write_warp(transform, grid, target, overwrite=overwrite)
+
+
+def _part(transform: WorldTransform | ItkTransform, part: Part) -> WorldTransform | ItkTransform:
+    import numpy as np
+
+    from carlreg.files.world_transform import WorldTransform
+
+    if part == "whole":
+        return transform
+    if not isinstance(transform, WorldTransform):
+        raise InputError("this transform has no affine and displacement parts; expected --part whole")
+    if part == "affine":
+        return WorldTransform.linear(transform.affine)
+    return WorldTransform(np.eye(transform.dim + 1), transform.displacement, transform.lattice)
+
+
+def is_transform(path: Path) -> bool:
+    """Whether a path is a transform rather than an image, judging by its name and header."""
+    from carlreg.files import transform_files as files
+
+    by_name = path.name.lower().endswith((*files.HDF5, *files.TEXT, *files.ALONE))
+    if by_name or ResultFolder(path).holds_registration():
+        return True
+    return path.is_file() and (files.is_learn2reg(path) or files.is_warp(path))
+
+
+def _read(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
+    """Read the map from fixed to moving points from a result folder or transform files; a folder has an inverse too."""
+    from carlreg.files import transform_files
+
+    files = [path / (INVERSE if inverse else TRANSFORM) if path.is_dir() else path for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        if path.is_dir() and not file.is_file():
+            raise InputError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
+    return transform_files.read(files if len(files) > 1 else files[0])
+
+
+def _read_reference(reference: Path | None, paths: list[Path], transform: Any) -> Image:
+    """Choose the output grid: that of --reference, of a result folder, or of the displacement field."""
+    import numpy as np
+
+    from carlreg.files import images
+    from carlreg.files.images import Image
+    from carlreg.files.world_transform import WorldTransform
+
+    if reference is not None:
+        return images.read(reference)
+    if len(paths) == 1 and (result := ResultFolder(paths[0])).holds_registration() and result[WARPED].is_file():
+        return images.read(result[WARPED])
+    if isinstance(transform, WorldTransform) and not transform.is_linear:
+        shape = transform.displacement.shape[:-1]
+        return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
+    raise InputError(f"{paths[0]} does not define an output grid; give an image with --reference")
