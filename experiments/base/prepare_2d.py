@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    drive = [s for split in ("train", "test") for s in retina.subjects(arguments.data / "retina", split)]
-    vessels = np.stack([retina.read_gif(subject.image) > 127 for subject in drive])
+    drive = [file for split in ("train", "test") for file in retina.files(arguments.data / "retina", split)]
+    vessels = np.stack([retina.read_gif(file) > 127 for file in drive])
     packed: dict[str, NDArray[np.generic]] = {
         "bits": np.packbits(vessels.reshape(len(vessels), -1), axis=1),
         "shape": np.array(vessels.shape),

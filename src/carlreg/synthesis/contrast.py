@@ -40,7 +40,7 @@ def random_contrast(images: Tensor, generator: torch.Generator) -> Tensor:
     voxels = voxels[:, :: max(1, voxels.shape[1] // SAMPLE)]
     inside = voxels > FOREGROUND
     spread = [_variance(_apply(curve, voxels), inside) for curve in curves]
-    chosen = torch.where((spread[0] >= spread[1])[:, None], *curves)
+    chosen = torch.where((spread[0] >= spread[1])[:, None], curves[0], curves[1])
     return _shade(_apply(chosen, images), generator)
 
 

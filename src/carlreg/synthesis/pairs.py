@@ -128,8 +128,8 @@ class _Anatomy:
         return torch.where(self._ball(BALLS, points) < reach, labels, 0)
 
     def _ball(self, number: int, points: Tensor) -> Tensor:
-        centre, radii = (_like_points(part[:, number], points) for part in (self.centres, self.radii))
-        return _length((points - centre) / radii)
+        shape = (len(points), *[1] * (points.dim() - 2), -1)
+        return _length((points - self.centres[:, number].reshape(shape)) / self.radii[:, number].reshape(shape))
 
 
 def _image(
@@ -158,11 +158,6 @@ def _image(
     low, high = (part.reshape(batch, *[1] * (dim + 1)) for part in image.flatten(1).aminmax(dim=1))
     image = ((image - low) / (high - low).clamp(min=1e-6)).clamp(0, 1)
     return image ** torch.exp(amount(0.6) - 0.3), labels
-
-
-def _like_points(values: Tensor, points: Tensor) -> Tensor:
-    """Reshape (B, D) so that it broadcasts with points (B, ..., D)."""
-    return values.reshape(len(values), *[1] * (points.dim() - 2), -1)
 
 
 def _length(vectors: Tensor) -> Tensor:

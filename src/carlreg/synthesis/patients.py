@@ -5,10 +5,9 @@ World positions are in millimetres, in ITK's LPS frame.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +57,7 @@ class Patient:
         offset = torch.tensor(np.asarray(by, dtype=np.float64).tolist(), dtype=torch.float64)
         if offset.shape != self.shift.shape:
             raise InputError(f"by is {tuple(by)}; expected {self.dim} numbers for this patient")
-        return dataclasses.replace(self, shift=self.shift - self.linear @ offset)
+        return replace(self, shift=self.shift - self.linear @ offset)
 
     def to_canonical(self, points: npt.ArrayLike) -> Array:
         """Map world points (..., D) of this patient to the canonical anatomy."""
@@ -108,8 +107,7 @@ class Patient:
                 f"shape {tuple(shape)}, spacing {spacing}, centre {centre}; expected positive numbers and a centre of "
                 f"{self.dim} coordinates"
             )
-        affine = np.eye(self.dim + 1)
-        affine[:-1, :-1] = np.diag(steps)
+        affine = np.diag([*steps, 1.0])
         affine[:-1, -1] = middle - steps * (np.array(shape) - 1) / 2
 
         whole = [math.ceil(n / BLOCK) * BLOCK for n in shape]

@@ -5,6 +5,7 @@ Points are (3, ...) here, in millimetres: arithmetic on separate coordinates is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,18 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carlreg.errors import InputError
 from carlreg.geometry.grids import interpolate
 
 Distance = Callable[[Tensor], Tensor]
 """From points (3, ...) to signed distances in mm, (...): negative inside, accurate near the surface."""
 Material = float | Callable[[Tensor, Tensor], Tensor]
 """Hounsfield units: a number, or a function of points (3, ...) and their distances (...)."""
-Vector = tuple[float, float, float]
+Vector = tuple[float, ...]
 BLOCK = 8
+LATTICE = 64
 REACH = 8.0
 """Margin around a solid's box in which it may still affect voxels, in mm."""
-EVERYWHERE: Vector = (math.inf, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Shape:
 
     distance: Distance
     low: Vector = (-math.inf, -math.inf, -math.inf)
-    high: Vector = EVERYWHERE
+    high: Vector = (math.inf, math.inf, math.inf)
 
     def __call__(self, points: Tensor) -> Tensor:
         return self.distance(points)
 
     def grown(self, by: float) -> Shape:
         """The same with its surface moved outwards, in mm."""
-        low, high = (tuple(v + sign * by for v in box) for sign, box in ((-1, self.low), (1, self.high)))
-        return Shape(lambda p: self.distance(p) - by, low, high)  # type: ignore[arg-type]
+        low, high = tuple(v - by for v in self.low), tuple(v + by for v in self.high)
+        return Shape(lambda p: self.distance(p) - by, low, high)
 
     def rough(self, noise: Distance, height: float) -> Shape:
         """The same with an uneven surface of this height."""
@@ -48,20 +48,18 @@ class Shape:
 
     def within(self, *others: Distance, blend: float = 0.0) -> Shape:
         """The intersection with the others, with edges rounded over `blend` mm."""
-        return Shape(lambda p: _largest([self.distance(p), *(o(p) for o in others)], blend), self.low, self.high)
+        return Shape(lambda p: largest([self.distance(p), *(o(p) for o in others)], blend), self.low, self.high)
 
     def without(self, *others: Distance, blend: float = 0.0) -> Shape:
         """The difference from the others, with edges rounded over `blend` mm."""
-        return Shape(lambda p: _largest([self.distance(p), *(-o(p) for o in others)], blend), self.low, self.high)
+        return Shape(lambda p: largest([self.distance(p), *(-o(p) for o in others)], blend), self.low, self.high)
 
 
 def union(*shapes: Shape, blend: float = 0.0) -> Shape:
     """The union of solids, with notches filled over `blend` mm."""
-    low, high = (
-        tuple(choose(box) for box in zip(*boxes, strict=True))
-        for choose, boxes in ((min, [s.low for s in shapes]), (max, [s.high for s in shapes]))
-    )
-    return Shape(lambda p: -_largest([-s.distance(p) for s in shapes], blend), low, high)
+    low = tuple(map(min, zip(*(s.low for s in shapes), strict=True)))
+    high = tuple(map(max, zip(*(s.high for s in shapes), strict=True)))
+    return Shape(lambda p: -largest([-s.distance(p) for s in shapes], blend), low, high)
 
 
 def ellipsoid(centre: Vector, radii: Vector, *, power: float = 2.0, turn: float = 0.0, tilt: float = 0.0) -> Shape:
@@ -77,7 +75,7 @@ def ellipsoid(centre: Vector, radii: Vector, *, power: float = 2.0, turn: float 
 
     reach = max(radii) if turn or tilt else 0.0
     low, high = (tuple(c + sign * max(r, reach) for c, r in zip(centre, radii, strict=True)) for sign in (-1.0, 1.0))
-    return Shape(distance, low, high)  # type: ignore[arg-type]
+    return Shape(distance, low, high)
 
 
 def section(coordinates: Sequence[Tensor], radii: Sequence[float | Tensor], power: float = 2.0) -> Tensor:
@@ -97,7 +95,7 @@ def tube(*path: tuple[float, float, float, float]) -> Shape:
     nodes = torch.tensor(path)
 
     def distance(points: Tensor) -> Tensor:
-        nearest: Tensor | None = None
+        nearest = torch.full_like(points[0], math.inf)
         for start, end in zip(nodes[:-1].tolist(), nodes[1:].tolist(), strict=True):
             along = [e - s for s, e in zip(start[:3], end[:3], strict=True)]
             offset = [points[axis] - start[axis] for axis in range(3)]
@@ -109,46 +107,48 @@ def tube(*path: tuple[float, float, float, float]) -> Shape:
             away = torch.zeros_like(t)
             for o, a in zip(offset, along, strict=True):
                 away += (o - t * a).square_()
-            away = away.sqrt_() - (start[3] + (end[3] - start[3]) * t)
-            nearest = away if nearest is None else torch.minimum(nearest, away)
-        assert nearest is not None
+            nearest = torch.minimum(nearest, away.sqrt_() - (start[3] + (end[3] - start[3]) * t))
         return nearest
 
     low, high = (nodes[:, :3] - nodes[:, 3:]).amin(0), (nodes[:, :3] + nodes[:, 3:]).amax(0)
     return Shape(distance, tuple(low.tolist()), tuple(high.tolist()))
 
 
-def _largest(values: Sequence[Tensor], blend: float) -> Tensor:
-    result = values[0]
-    for value in values[1:]:
-        result = torch.maximum(result, value) + (
-            (blend - (result - value).abs()).clamp(min=0).square() / (4 * blend) if blend else 0.0
-        )
+def largest(values: Sequence[Tensor], blend: float = 0.0) -> Tensor:
+    """The maximum, which is the distance to an intersection, with edges rounded over `blend` mm."""
+    result, *others = values
+    for value in others:
+        rounding = (blend - (result - value).abs()).clamp(min=0).square() / (4 * blend) if blend else 0.0
+        result = torch.maximum(result, value) + rounding
     return result
 
 
+@dataclass(frozen=True)
 class Noise:
     """A smooth random function of space with mean 0 and variance about 1, determined by its seed."""
 
-    SIDE = 64
-
-    def __init__(self, scale: float, seed: int) -> None:
-        """`scale`: approximate distance between a maximum and the next minimum, in mm."""
-        lattice = torch.randn(1, 1, *[self.SIDE] * 3, generator=torch.Generator().manual_seed(seed))
-        for axis in (2, 3, 4) * 3:  # smooth, and periodic because the lattice repeats
-            lattice = lattice + 0.5 * (lattice.roll(1, axis) + lattice.roll(-1, axis))
-        lattice = lattice / lattice.std()
-        for axis in (2, 3, 4):
-            lattice = torch.cat([lattice, lattice.narrow(axis, 0, 1)], dim=axis)
-        self._lattice, self._period = lattice, scale * self.SIDE / 4
+    scale: float
+    """Approximate distance between a maximum and the next minimum, in mm."""
+    seed: int
 
     def __call__(self, points: Tensor) -> Tensor:
-        position = (points.movedim(0, -1) / self._period).remainder(1.0)
-        return interpolate(self._lattice, position[None])[0, 0]
+        position = (points.movedim(0, -1) / (self.scale * LATTICE / 4)).remainder(1.0)
+        return interpolate(_lattice(self.seed), position[None])[0, 0]
+
+
+@functools.lru_cache(maxsize=16)
+def _lattice(seed: int) -> Tensor:
+    lattice = torch.randn(1, 1, *[LATTICE] * 3, generator=torch.Generator().manual_seed(seed))
+    for axis in (2, 3, 4) * 3:  # smooth, and periodic because the lattice repeats
+        lattice = lattice + 0.5 * (lattice.roll(1, axis) + lattice.roll(-1, axis))
+    lattice = lattice / lattice.std()
+    for axis in (2, 3, 4):
+        lattice = torch.cat([lattice, lattice.narrow(axis, 0, 1)], dim=axis)
+    return lattice
 
 
 class Canvas:
-    """Values and labels at points (3, *shape); each solid is painted over those before it.
+    """Values and labels at points (3, *shape), sides multiples of 8; each solid is painted over those before it.
 
     Points are stored in blocks of neighbours, so that a solid is evaluated only in blocks near it.
     """
@@ -156,14 +156,11 @@ class Canvas:
     def __init__(self, points: Tensor, softness: float, background: float) -> None:
         """`softness`: width in mm over which edges are averaged, usually that of a voxel."""
         self.softness, self._shape = softness, points.shape[1:]
-        grids = [n // BLOCK for n in self._shape]
-        if any(n % BLOCK for n in self._shape):
-            raise InputError(f"points have sides {tuple(self._shape)}; expected multiples of {BLOCK}")
-        split = points.reshape(3, *(side for n in grids for side in (n, BLOCK)))
-        dim = len(grids)
-        self._order = [*range(1, 2 * dim, 2), *range(2, 2 * dim + 1, 2)]
-        self._grids = grids
-        self._points = split.permute(0, *self._order).reshape(3, math.prod(grids), BLOCK**dim).contiguous()
+        self._grids = [n // BLOCK for n in self._shape]
+        dim = len(self._grids)
+        split = points.reshape(3, *(side for n in self._grids for side in (n, BLOCK)))
+        order = (0, *range(1, 2 * dim, 2), *range(2, 2 * dim + 1, 2))
+        self._points = split.permute(order).reshape(3, -1, BLOCK**dim).contiguous()
         self._low, self._high = self._points.amin(-1), self._points.amax(-1)  # (3, blocks)
         self._values = torch.full(self._points.shape[1:], background)
         self._labels = torch.zeros(self._points.shape[1:], dtype=torch.uint8)

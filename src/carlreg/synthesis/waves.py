@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.errors import InputError
@@ -40,14 +42,14 @@ class Waves:
         """
         if not bool((torch.as_tensor(slope) < 1).all()):
             raise InputError(f"slope is {slope}; expected less than 1, else the map may fold")
-        device = generator.device
-        length = torch.rand(batch, count, 1, generator=generator, dtype=dtype, device=device)
+        like: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": generator.device}
+        length = torch.rand(batch, count, 1, **like)
         length = wavelength[0] * (wavelength[1] / wavelength[0]) ** length
-        frequency = _directions((batch, count, dim), generator, dtype) * (2 * torch.pi / length)
-        amplitude = _directions((batch, count, dim), generator, dtype) * length**2
+        frequency = F.normalize(torch.randn(batch, count, dim, **like), dim=-1) * (2 * torch.pi / length)
+        amplitude = F.normalize(torch.randn(batch, count, dim, **like), dim=-1) * length**2
         bound = (amplitude.norm(dim=-1) * frequency.norm(dim=-1)).sum(dim=-1)
-        amplitude = amplitude * (torch.as_tensor(slope, dtype=dtype, device=device) / bound)[..., None, None]
-        phase = 2 * torch.pi * torch.rand(batch, count, generator=generator, dtype=dtype, device=device)
+        amplitude = amplitude * (torch.as_tensor(slope, dtype=dtype, device=bound.device) / bound)[..., None, None]
+        phase = 2 * torch.pi * torch.rand(batch, count, **like)
         return cls(amplitude, frequency, phase)
 
     def __call__(self, points: Tensor) -> Tensor:
@@ -74,8 +76,3 @@ class Waves:
             if change <= tolerance or change >= last_change:  # no longer shrinking: the dtype's precision is reached
                 return update
             solution, last_change = update, change
-
-
-def _directions(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
-    return gaussian / gaussian.norm(dim=-1, keepdim=True)
