@@ -17,7 +17,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,6 @@ class Bumps(Transform):
     def __call__(self, points: Tensor) -> Tensor:
         x, y = (math.pi * points).unbind(-1)
         return points + torch.stack([self.a * x.sin() * y.sin(), self.b * x.sin() * (2 * y).sin()], dim=-1)
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Bumps:
-        return self  # has no tensors
 
 
 def solve_2d(side: int = SIDE_2D, bandwidth: float = BANDWIDTH_2D) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The public names and their modules, for type checkers and for `__init__.py`."""
 
 from carlreg.fast.precision import mixed_precision as mixed_precision
-from carlreg.geometry.inversion import invert as invert
+from carlreg.geometry.fitting import invert as invert
 from carlreg.geometry.transforms import Affine as Affine
 from carlreg.geometry.transforms import Composition as Composition
 from carlreg.geometry.transforms import DisplacementField as DisplacementField

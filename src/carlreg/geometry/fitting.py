@@ -1,6 +1,4 @@
-"""Least-squares fits of rigid and affine maps to matched points, and random rotations."""
-
-from __future__ import annotations
+"""Least-squares fits of rigid and affine maps to matched points, random rotations, and the inverse of any map."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +6,8 @@ import torch
 from torch import Tensor
 
 from carlreg.fast.precision import full_precision
-from carlreg.geometry.transforms import Affine
+from carlreg.geometry.grids import voxel_points, voxel_size
+from carlreg.geometry.transforms import Affine, DisplacementField, Transform
 
 
 @full_precision
@@ -43,13 +42,10 @@ def _centred(points: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[T
     return weight, source - source_mean, source_mean, target - target_mean, target_mean
 
 
-def fit_robustly(
-    fit: Callable[[Tensor, Tensor, Tensor], Affine],
-    points: Tensor,
-    targets: Tensor,
-    weights: Tensor | None = None,
-    steps: int = 20,
-) -> Affine:
+Fit = Callable[[Tensor, Tensor, Tensor], Affine]
+
+
+def fit_robustly(fit: Fit, points: Tensor, targets: Tensor, weights: Tensor | None = None, steps: int = 20) -> Affine:
     """`fit_affine` or `fit_rigid` of two point sets (1, N, D), robust to wrong matches.
 
     Iteratively reweighted least squares: each weight is divided by (1 + (r/s)²)², where r is the point's residual and s
@@ -88,3 +84,35 @@ def about_centre(linear: Tensor, shape: Sequence[int], *, like: Tensor) -> Affin
     shift = centre - (linear @ centre[..., None])[..., 0]
     # A copy this small can be asynchronous: no need to synchronise with the device.
     return Affine.from_parts(linear, shift).map_tensors(lambda matrix: matrix.to(like, non_blocking=like.is_cuda))
+
+
+@torch.no_grad()
+def invert(transform: Transform, *, like: Tensor, steps: int = 100, tolerance: float = 1e-4) -> DisplacementField:
+    """The inverse of a transform on the voxels of `like`, the image whose points `transform` returns.
+
+    Solves transform(x) = y for every voxel y by x ← x − A⁻¹(transform(x) − y), where A is the transform's best affine
+    approximation, so that large rotations and shifts cost nothing. If a step does not reduce the residual, it is undone
+    and halved. Stops after `steps`, or when every residual is below `tolerance` voxels.
+    """
+    target, size = voxel_points(like), voxel_size(like.shape[2:], like)
+    affine = fit_affine(target, transform(target))
+    undo = Affine.from_parts(torch.linalg.pinv(affine.linear), torch.zeros_like(affine.shift))
+
+    def missed(points: Tensor) -> tuple[Tensor, Tensor]:
+        residual = transform(points) - target
+        return residual, (residual / size).norm(dim=-1, keepdim=True)
+
+    best = undo(target - affine.shift.reshape(len(affine.shift), *(1,) * (target.dim() - 2), -1))
+    residual, error = missed(best)
+    step = torch.ones_like(error)
+    for _ in range(steps):
+        if error.max() < tolerance:
+            break
+        trial = best - step * undo(residual)
+        trial_residual, trial_error = missed(trial)
+        better = trial_error < error
+        best = torch.where(better, trial, best)
+        residual = torch.where(better, trial_residual, residual)
+        error = torch.where(better, trial_error, error)
+        step = torch.where(better, (1.5 * step).clamp(max=1), step / 2)
+    return DisplacementField((best - target).movedim(-1, 1))

@@ -1,7 +1,5 @@
 """The Jacobian determinant of a map, and the metrics computed from it: folds and SDlogJ."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,8 +28,7 @@ def determinant(columns: Sequence[Tensor]) -> Tensor:
 def determinant_per_voxel(points: Tensor) -> Tensor:
     """Volume, in any coordinates, of the image of one voxel: (B, *shape, D) → (B, *(shape − 2)).
 
-    `points` are the map's values at the voxels of an image; differences are central, so the outermost voxels are left
-    out.
+    `points` are the map's values at an image's voxels; differences are central and leave the outermost voxels out.
     """
     dim = points.dim() - 2
     if min(points.shape[1:-1]) < 3:

@@ -1,7 +1,5 @@
 """Resampling of images and label maps to another grid over the same unit cube."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -35,12 +33,12 @@ def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    sides = tuple(data.shape[2:])
+    sides, shape = tuple(data.shape[2:]), tuple(shape)
     if len(shape) != len(sides):
-        raise InputError(f"shape is {tuple(shape)} but the image has {len(sides)} spatial axes {sides}")
+        raise InputError(f"shape is {shape} but the image has {len(sides)} spatial axes {sides}")
     if any(new < 2 and new != old for old, new in zip(sides, shape, strict=True)):
-        raise InputError(f"shape is {tuple(shape)}; expected sides of at least 2, whose ends are 0 and 1")
-    return tuple(shape)
+        raise InputError(f"shape is {shape}; expected sides of at least 2, whose ends are 0 and 1")
+    return shape
 
 
 def _positions(old: int, new: int) -> Tensor:

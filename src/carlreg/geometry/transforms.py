@@ -24,6 +24,7 @@ Extrapolation = Literal["clamp", "mirror"]
 Self = TypeVar("Self", bound="Transform")
 
 
+@dataclass(frozen=True, eq=False)
 class Transform(ABC):
     """A map from points of [0, 1]^D to points of R^D. Immutable; it contains one map per item of a batch.
 
@@ -38,9 +39,10 @@ class Transform(ABC):
         """The map evaluated at an image's voxels: (B, *shape, D)."""
         return self(voxel_points(image))
 
-    @abstractmethod
     def map_tensors(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same transform with the function applied to every tensor in it."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
 
     def detach(self: Self) -> Self:
         return self.map_tensors(Tensor.detach)
@@ -52,9 +54,7 @@ class Transform(ABC):
     def __getitem__(self: Self, items: slice) -> Self:
         """Select items of the batch: `phi[:2]`."""
         if not isinstance(items, slice):
-            raise TypeError(
-                f"a transform is indexed by {items!r}; expected a slice of its batch: use phi[0:1] for one item"
-            )
+            raise TypeError(f"a transform is indexed by {items!r}; expected a slice: use phi[0:1] for one item")
         return self.map_tensors(lambda tensor: tensor if tensor.shape[0] == 1 else tensor[items])
 
 
@@ -64,9 +64,6 @@ class Identity(Transform):
 
     def __call__(self, points: Tensor) -> Tensor:
         return points
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Identity:
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +119,6 @@ class Affine(Transform):
         linear = (cofactors.mT / determinant)[:, :dim, :dim]
         return Affine.from_parts(linear, -(linear @ self.shift[..., None])[..., 0])
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Affine:
-        return Affine(function(self.matrix))
-
 
 @dataclass(frozen=True, eq=False)
 class Scaling(Transform):
@@ -140,9 +134,6 @@ class Scaling(Transform):
 
     def inverse(self) -> Scaling:
         return Scaling(1 / self.scale, -self.shift / self.scale)
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Scaling:
-        return Scaling(function(self.scale), function(self.shift))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +174,6 @@ class DisplacementField(Transform):
 
     def _sample(self, points: Tensor) -> Tensor:
         return interpolate(self.displacement, points).movedim(1, -1)
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DisplacementField:
-        return dataclasses.replace(self, displacement=function(self.displacement))
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +230,7 @@ def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
     if points.shape[-1] != dim:
         raise InputError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
     if points.dim() < 2 or (len(points) != batch and 1 not in (len(points), batch)):
+        expected = f"({batch}, ..., {dim}): add the batch axis with points[None]"
         raise InputError(
-            f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}; "
-            f"expected ({batch}, ..., {dim}): add the batch axis with points[None]"
+            f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}; expected {expected}"
         )

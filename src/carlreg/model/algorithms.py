@@ -4,8 +4,6 @@ Each is a module that takes images of any shape and batch size, in one to three 
 points of the fixed image to points of the moving image. None of them keeps state between calls.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -21,17 +19,8 @@ from torch import Tensor, nn
 
 from carlreg.errors import InputError
 from carlreg.geometry.checks import check_finite, check_pair
-from carlreg.geometry.grids import Grid, constant, fine_to_coarse, pool, voxel_points
-from carlreg.geometry.transforms import (
-    Affine,
-    DisplacementField,
-    Extrapolation,
-    Identity,
-    Scaling,
-    Transform,
-    compose,
-    warp,
-)
+from carlreg.geometry.grids import Grid, constant, fine_to_coarse, interpolate, pool, voxel_points
+from carlreg.geometry.transforms import Affine, DisplacementField, Extrapolation, Scaling, Transform, compose, warp
 from carlreg.model.attention import attention_moments, coordinate_attention
 from carlreg.model.encoder import Encoder, Symmetrized
 from carlreg.model.unet import UNet
@@ -151,7 +140,7 @@ class PredictDisplacement(RegistrationAlgorithm):
     def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
         _check_network(self.network, fixed)
         if moving.shape != fixed.shape:
-            moving = warp(moving, Identity(), like=fixed)
+            moving = interpolate(moving, voxel_points(fixed))
         return DisplacementField(self.network(moving, fixed).to(fixed.dtype), self.extrapolate)
 
 
@@ -228,10 +217,8 @@ class ClosedFormXi(RegistrationAlgorithm):
 
     def embed(self, image: Tensor) -> Tensor:  # (B, D, *shape) → (B, voxels, features)
         if image.shape[1] != self.dim or image.dim() != self.dim + 2:
-            raise InputError(
-                f"image has {image.shape[1]} channels and {image.dim() - 2} spatial axes; "
-                f"a diffeomorphism of [0, 1]^{self.dim} has {self.dim} of each"
-            )
+            found = f"{image.shape[1]} channels and {image.dim() - 2} spatial axes"
+            raise InputError(f"image has {found}; a diffeomorphism of [0, 1]^{self.dim} has {self.dim} of each")
         angles = image.flatten(2).mT.to(self.weights) @ self.weights.mT + self.phases
         return math.sqrt(self.sharpness / self.frequencies) * angles.sin().to(image.dtype)
 
@@ -299,14 +286,10 @@ def coordinate_matches(algorithm: RegistrationAlgorithm, moving: Tensor, fixed: 
 
 def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None:
     if image.dim() - 2 != network.dim or image.shape[1] != network.channels:
-        raise InputError(
-            f"the images are {image.dim() - 2}-D with {image.shape[1]} channels; this network was built for "
-            f"{network.dim}-D with {network.channels}"
-        )
+        found = f"{image.dim() - 2}-D with {image.shape[1]} channels"
+        raise InputError(f"the images are {found}; this network was built for {network.dim}-D with {network.channels}")
     weight = next(network.parameters())
     autocast = torch.is_autocast_enabled(image.device.type)
     if (image.dtype, image.device) != (weight.dtype, weight.device) and not autocast:
-        raise TypeError(
-            f"the images are {image.dtype} on {image.device} but the network's weights are {weight.dtype} on "
-            f"{weight.device}; expected the same: move either with .to(...)"
-        )
+        both = f"the images are {image.dtype} on {image.device} but the weights {weight.dtype} on {weight.device}"
+        raise TypeError(f"{both}; expected the same: move either with .to(...)")

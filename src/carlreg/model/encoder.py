@@ -1,7 +1,5 @@
 """The convolutional network that turns voxels into feature vectors, Conv_θ of Ξθ."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -44,9 +42,7 @@ class Handedness(nn.Module):
     def __init__(self, dim: int, width: int, count: int, distance: int = 2) -> None:
         super().__init__()
         if dim * count > width:
-            raise InputError(
-                f"{count} determinants of {dim} channels each need {dim * count} channels; the encoder has {width}"
-            )
+            raise InputError(f"{count} determinants of {dim} channels need {dim * count} channels; there are {width}")
         self.dim, self.count, self.distance = dim, count, distance
         self.norm = batch_norm(dim)(count)
         self.mix = conv(dim)(count, width, 1)

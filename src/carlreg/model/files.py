@@ -1,19 +1,19 @@
 """Model files: weights and architecture in one safetensors file."""
 
-from __future__ import annotations
-
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch import nn
 
 from carlreg.errors import InputError
-from carlreg.files.atomic import write_atomically
+from carlreg.files.atomic import PathLike, write_atomically
 from carlreg.model.algorithms import (
     ClosedFormXi,
     CoordinateAttention,
@@ -27,8 +27,7 @@ from carlreg.model.unet import UNet
 
 FORMAT = "carlreg-1"
 STEPS = (TwoStep, Downsample, PredictDisplacement, CoordinateAttention, ClosedFormXi)
-LATER = {"handed": 0}
-"""Arguments that older versions do not have, with the value those imply. A file omits an argument with this value."""
+LATER = {"handed": 0}  # arguments that older versions do not have, with the value that a file may omit
 PARTS: dict[str, type[nn.Module]] = {part.__name__: part for part in (*STEPS, Encoder, Symmetrized, UNet)}
 
 
@@ -69,7 +68,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
 
 def save(
     model: RegistrationAlgorithm,
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -79,8 +78,6 @@ def save(
     `dtype=torch.float16` halves the file; tensors with values too large for it stay float32, and all load back as
     float32. `metadata` is free text (name, licence, …).
     """
-    from safetensors.torch import save as to_bytes
-
     tensors = {}
     for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
@@ -92,13 +89,11 @@ def save(
     write_atomically(path, to_bytes(tensors, header))
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> RegistrationAlgorithm:
+def load(path: PathLike, *, device: torch.device | str = "cpu") -> RegistrationAlgorithm:
     """Read a model written by `save`, in evaluation mode. Nothing but this file is needed.
 
     >>> model = load("carl.safetensors")
     """
-    from safetensors.torch import load_file
-
     try:
         architecture = json.loads(read_metadata(path)["architecture"])
         _check_shapes(path, architecture)
@@ -116,11 +111,12 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     return model.to(device).eval()
 
 
-def _check_shapes(path: str | os.PathLike[str], architecture: Any) -> None:
+def _check_shapes(path: PathLike, architecture: Any) -> None:
     """Refuse an architecture that does not match the tensors of its file, before memory is taken for either."""
     if not isinstance(architecture, dict):
         raise ModelFileError(f"{path} is damaged: its architecture is {architecture!r}; expected an object")
-    shapes = _shapes(path)
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     largest = max([64, len(shapes), *(side for shape in shapes.values() for side in shape)])
     if any(number > largest for number in _integers(architecture)):
         raise ModelFileError(f"{path} does not match its own architecture, which is larger than all of its tensors")
@@ -140,13 +136,6 @@ def _check_shapes(path: str | os.PathLike[str], architecture: Any) -> None:
             raise ModelFileError(f"{path} does not match its own architecture: it {problem} {names[0]}{more}")
 
 
-def _shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
 def _integers(value: Any) -> Iterator[int]:
     """All integers of nested data."""
     if isinstance(value, int):
@@ -156,10 +145,8 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(item)
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+def read_metadata(path: PathLike) -> dict[str, str]:
     """The text that `save` put into a model file, without reading its weights."""
-    from safetensors import SafetensorError, safe_open
-
     if not Path(path).is_file():
         raise FileNotFoundError(f"no model file at {path}")
     try:
@@ -168,8 +155,6 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{path} is not a model file, or it is damaged: {error}") from error
     if header.get("format") != FORMAT or "architecture" not in header:
-        raise ModelFileError(
-            f"{path} has the format {header.get('format')!r}; expected {FORMAT!r}, as written by carlreg.save "
-            "(use `carl models import` for the authors' checkpoints)"
-        )
+        expected = f"{FORMAT!r}, as written by carlreg.save (use `carl models import` for the authors' checkpoints)"
+        raise ModelFileError(f"{path} has the format {header.get('format')!r}; expected {expected}")
     return header

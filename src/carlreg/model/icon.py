@@ -1,7 +1,5 @@
 """Checkpoints of the paper's authors, from icon_registration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
@@ -46,14 +44,11 @@ def from_icon(state_dict: Mapping[str, Tensor]) -> RegistrationAlgorithm:
 
 def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
     """One node of the authors' tree: 'netPhi' and 'netPsi' make a TwoStep; 'net' is any wrapper of one module."""
-    if set(_heads(weights)) == {"netPhi", "netPsi"}:
-        return TwoStep(_icon_module(_below(weights, "netPhi")), _icon_module(_below(weights, "netPsi")))
     wraps = 0
-    while set(_heads(weights)) == {"net"}:
+    while (heads := {name.partition(".")[0] for name in weights}) == {"net"}:
         weights, wraps = _below(weights, "net"), wraps + 1
-    heads = set(_heads(weights))
     if heads == {"netPhi", "netPsi"}:
-        module = _icon_module(weights)
+        module: RegistrationAlgorithm = TwoStep(*(_icon_module(_below(weights, head)) for head in sorted(heads)))
     elif heads == {"batchNorms", "downConvs", "lastConv", "upConvs"}:
         module, wraps = PredictDisplacement(_icon_unet(weights)), wraps - 1  # FunctionFromVectorField
     elif heads == {"batchnorms", "convs"}:
@@ -72,16 +67,16 @@ def _icon_module(weights: Mapping[str, Tensor]) -> RegistrationAlgorithm:
     return module
 
 
+def _below(weights: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{head}."): tensor for name, tensor in weights.items() if name.startswith(f"{head}.")}
+
+
 def _icon_unet(weights: Mapping[str, Tensor]) -> UNet:
-    levels = len({name.split(".")[1] for name in weights if name.startswith("downConvs.")})
+    levels = _count(weights, "downConvs")
     first = weights["downConvs.0.weight"]
-    make = partial(
-        UNet,
-        dim=first.dim() - 2,
-        channels=first.shape[1] // 2,
-        down=[weights[f"downConvs.{i}.weight"].shape[0] for i in range(levels)],
-        up=[weights[f"upConvs.{i}.weight"].shape[1] for i in reversed(range(levels))],
-    )
+    down = [weights[f"downConvs.{i}.weight"].shape[0] for i in range(levels)]
+    up = [weights[f"upConvs.{i}.weight"].shape[1] for i in reversed(range(levels))]
+    make = partial(UNet, first.dim() - 2, first.shape[1] // 2, down, up)
     # The authors number the way up from the finest level, we from the coarsest, in the order of use.
     names = {f"downConvs.{i}": f"down_convs.{i}" for i in range(levels)}
     names |= {f"upConvs.{i}": f"up_convs.{levels - 1 - i}" for i in range(levels)}
@@ -90,21 +85,17 @@ def _icon_unet(weights: Mapping[str, Tensor]) -> UNet:
 
 
 def _icon_encoder(weights: Mapping[str, Tensor]) -> Encoder:
-    blocks = len({name.split(".")[1] for name in weights if name.startswith("batchnorms.")})
-    convs = len({name.split(".")[1] for name in weights if name.startswith("convs.")})
-    stem = weights["convs.0.weight"]
-    depth = (convs - 1) // blocks
-    make = partial(
-        Encoder,
-        dim=stem.dim() - 2,
-        channels=stem.shape[1],
-        width=stem.shape[0],
-        blocks=blocks,
-        dilations=tuple(2**i for i in range(depth)),
-    )
+    stem, blocks = weights["convs.0.weight"], _count(weights, "batchnorms")
+    depth = (_count(weights, "convs") - 1) // blocks
+    dilations = tuple(2**i for i in range(depth))
+    make = partial(Encoder, stem.dim() - 2, stem.shape[1], stem.shape[0], blocks, dilations)
     names = {"convs.0": "stem"} | {f"batchnorms.{b}": f"blocks.{b}.norm" for b in range(blocks)}
     names |= {f"convs.{1 + d * blocks + b}": f"blocks.{b}.convs.{d}" for b in range(blocks) for d in range(depth)}
     return _filled(make, weights, names)
+
+
+def _count(weights: Mapping[str, Tensor], head: str) -> int:
+    return len({name.partition(".")[0] for name in _below(weights, head)})
 
 
 def _filled(make: partial[Network], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Network:
@@ -112,16 +103,8 @@ def _filled(make: partial[Network], weights: Mapping[str, Tensor], names: Mappin
     renamed = {f"{names[old.rpartition('.')[0]]}.{old.rpartition('.')[2]}": tensor for old, tensor in weights.items()}
     with torch.device("meta"):
         own = make().state_dict()
-    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in renamed.items()}:
+    if {name: own[name].shape for name in own} != {name: renamed[name].shape for name in renamed}:
         raise InputError("the state dict's weights do not have the shapes of a network of icon_registration")
     network = make()
     network.load_state_dict(renamed, strict=True)
     return network
-
-
-def _heads(weights: Mapping[str, Tensor]) -> list[str]:
-    return [name.partition(".")[0] for name in weights]
-
-
-def _below(weights: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{head}."): tensor for name, tensor in weights.items() if name.startswith(f"{head}.")}

@@ -1,7 +1,5 @@
 """Layers by dimension, as the encoder and the U-Net use them."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A model in memory, together with the settings stored in its file."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Mapping
@@ -22,9 +20,8 @@ from carlreg.model.files import load, read_metadata
 from carlreg.model.shipped import DEFAULT, SHORT, WEIGHTS, available
 
 LARGEST_SIDE = 1024
-CT_RANGE = (-1000.0, 1000.0)
-"""Air and dense bone, in Hounsfield units."""
-
+CT_RANGE = (-1000.0, 1000.0)  # air and dense bone, in Hounsfield units
+AUTO = "auto"  # the default model, after a search for a rotation
 Prepare = Callable[[Image, Image | None], tuple[Tensor, str]]
 """From an image and its mask, if any, to the tensor (1, 1, *grid) that a network sees, and a note for the report. The
 tensor spans the whole image, in the axis order closest to RAS."""
@@ -52,20 +49,15 @@ class LoadedModel:
     """How images are prepared instead of as described above, for example as the paper prepares one of its datasets."""
 
 
-AUTO = "auto"
-"""The default model, after a search for a rotation."""
-
-
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
     if model == AUTO:
         raise InputError(f"{AUTO!r} is {DEFAULT} after a rotation search, not a model of its own; expected {DEFAULT}")
-    stem = SHORT.get(os.fspath(model), os.fspath(model))
+    name = os.fspath(model)
+    stem = SHORT.get(name, name)
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
     if not path.is_file():
-        raise InputError(
-            f"no model {os.fspath(model)!r}; expected the path of a model file, or one of {', '.join(available())}"
-        )
+        raise InputError(f"no model {name!r}; expected the path of a model file, or one of {', '.join(available())}")
     return path
 
 
@@ -83,11 +75,14 @@ def load_model(
         return replace(load_model(DEFAULT, device), searches_rotation=True)
     path = find_model(model)
     about = read_metadata(path)
-    grid = grid_of(about, path)
-    provenance = {"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")}
-    voxel, ct_range = voxel_of(about, path), ct_range_of(about, path)
-    network, whole = load(path, device=device), about.get("view") == "whole"
-    return LoadedModel(network, grid or None, provenance, ct_range, voxel, keeps_margins=whole)
+    return LoadedModel(
+        grid=grid_of(about, path) or None,
+        voxel=voxel_of(about, path),
+        ct_range=ct_range_of(about, path),
+        keeps_margins=about.get("view") == "whole",
+        provenance={"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")},
+        network=load(path, device=device),
+    )
 
 
 def _ready(network: RegistrationAlgorithm, device: torch.device) -> RegistrationAlgorithm:

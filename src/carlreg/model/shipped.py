@@ -1,7 +1,5 @@
 """The trained models that come with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -12,8 +10,7 @@ from carlreg.model.files import load
 
 WEIGHTS = Path(__file__).parent / "weights"
 DEFAULT = "carl-base"
-SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}
-"""Aliases of the package's models."""
+SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}  # aliases
 
 
 def available() -> list[str]:
@@ -31,8 +28,6 @@ def pretrained(name: str = "default", *, device: torch.device | str = "cpu") -> 
     """
     stem = SHORT.get(name, name)
     if stem not in available():
-        raise InputError(
-            f"no model named {name!r}; this package has {', '.join(available()) or 'none'}: "
-            "use carlreg.load for a model file of your own"
-        )
+        names = ", ".join(available()) or "none"
+        raise InputError(f"no model named {name!r}; this package has {names}: use carlreg.load for a file of your own")
     return load(WEIGHTS / f"{stem}.safetensors", device=device)

@@ -1,7 +1,5 @@
 """The U-Net that predicts displacements, Ψ."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carlreg.errors import InputError
-from carlreg.fast.layers import (
-    ChannelsLast,
-    convolve_to_few,
-    fused_up_step,
-    network_input,
-    normalize,
-    transposed_convolve,
-)
+from carlreg.fast import layers as fast
 from carlreg.geometry.grids import enlarge, pool
 from carlreg.model.layers import batch_norm, check_dimension, conv, fit_channels, transposed_conv
 
 
-class UNet(ChannelsLast):
+class UNet(fast.ChannelsLast):
     """The refinement network: two images in, D numbers per voxel out.
 
     Strided convolutions go down and transposed ones up, each beside a shortcut that pools or enlarges its input. The
@@ -59,7 +50,7 @@ class UNet(ChannelsLast):
             nn.init.zeros_(self.last.bias)
 
     def forward(self, moving: Tensor, fixed: Tensor) -> Tensor:  # two (B, C, *shape) → (B, D, *shape)
-        features = network_input(torch.cat([moving, fixed], dim=1))
+        features = fast.network_input(torch.cat([moving, fixed], dim=1))
         skips = []
         for layer in self.down_convs:
             skips.append(features)
@@ -68,14 +59,14 @@ class UNet(ChannelsLast):
         for layer, norm in zip(self.up_convs, self.norms, strict=True):
             skip = skips.pop()
             inside = (slice(None), slice(None), *(slice(n) for n in skip.shape[2:]))
-            features = torch.cat([normalize(norm, up_step(layer, features))[inside], skip], dim=1)
-        return convolve_to_few(self.last, features) / 10
+            features = torch.cat([fast.normalize(norm, up_step(layer, features))[inside], skip], dim=1)
+        return fast.convolve_to_few(self.last, features) / 10
 
 
 def up_step(layer: Any, features: Tensor) -> Tensor:
     """Double the voxels per axis: a transposed convolution beside a shortcut."""
     change = F.leaky_relu(features)
-    fused = fused_up_step(layer, change, features)
+    fused = fast.fused_up_step(layer, change, features)
     if fused is not None:
         return fused
-    return transposed_convolve(layer, change) + enlarge(fit_channels(features, layer.out_channels))
+    return fast.transposed_convolve(layer, change) + enlarge(fit_channels(features, layer.out_channels))

@@ -1,7 +1,5 @@
 """The paper's networks, each as one expression."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -38,9 +36,7 @@ def carl(
     >>> phi = carl()(moving, fixed)
     """
     xi = CoordinateAttention(Encoder(dim, channels, width), length=length)
-    psi = _unets(dim, channels, unet_down, unet_up)
-    model = TwoStep(Downsample(TwoStep(Downsample(xi), psi())), psi())
-    return TwoStep(model, psi()) if _has_psi3(refinements) else model
+    return _refined(xi, refinements, _unets(dim, channels, unet_down, unet_up))
 
 
 def carl_rot(
@@ -62,9 +58,7 @@ def carl_rot(
     """
     encoder = Encoder(dim, channels, width, dilations=(1, 2, 4, 8), handed=handed)
     xi = CoordinateAttention(Symmetrized(encoder, group), length=length, extrapolate="mirror")
-    psi = _unets(dim, channels, unet_down, unet_up, "mirror")
-    model = TwoStep(Downsample(TwoStep(Downsample(xi), psi())), psi())
-    return TwoStep(model, psi()) if _has_psi3(refinements) else model
+    return _refined(xi, refinements, _unets(dim, channels, unet_down, unet_up, "mirror"))
 
 
 def gradicon(
@@ -77,8 +71,7 @@ def gradicon(
 ) -> RegistrationAlgorithm:
     """GradICON's network: CARL with a displacement-predicting Ψ0 instead of Ξθ, so only [U, U] equivariant."""
     psi = _unets(dim, channels, unet_down, unet_up)
-    model = TwoStep(Downsample(TwoStep(Downsample(psi()), psi())), psi())
-    return TwoStep(model, psi()) if _has_psi3(refinements) else model
+    return _refined(psi(), refinements, psi)
 
 
 def xi(dim: int = 3, *, channels: int = 1, width: int = 128, length: float = 4.0) -> RegistrationAlgorithm:
@@ -86,17 +79,20 @@ def xi(dim: int = 3, *, channels: int = 1, width: int = 128, length: float = 4.0
     return Downsample(Downsample(CoordinateAttention(Encoder(dim, channels, width), length=length)))
 
 
-def _unets(
-    dim: int, channels: int, down: Sequence[int], up: Sequence[int], extrapolate: Extrapolation = "clamp"
-) -> Callable[[], PredictDisplacement]:
+Make = Callable[[], PredictDisplacement]
+
+
+def _unets(dim: int, channels: int, down: Sequence[int], up: Sequence[int], outside: Extrapolation = "clamp") -> Make:
     """A function that makes a new Ψ at each call."""
-    return lambda: PredictDisplacement(UNet(dim, channels, down, up), extrapolate)
+    return lambda: PredictDisplacement(UNet(dim, channels, down, up), outside)
 
 
-def _has_psi3(refinements: int) -> bool:
+def _refined(first: RegistrationAlgorithm, refinements: int, psi: Make) -> RegistrationAlgorithm:
+    """TwoStep{TwoStep{Down{TwoStep{Down{first}, Ψ1}}, Ψ2}, Ψ3}, or the same without Ψ3."""
     if refinements not in (2, 3):
         raise InputError(f"refinements is {refinements}; expected 2 (Ψ1 and Ψ2) or 3 (with Ψ3)")
-    return refinements == 3
+    model = TwoStep(Downsample(TwoStep(Downsample(first), psi())), psi())
+    return TwoStep(model, psi()) if refinements == 3 else model
 
 
 def add_refinement(

@@ -1,7 +1,5 @@
 """Coordinate attention: each query is mapped to the centre of mass of its attention over the keys' positions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -47,10 +45,8 @@ def coordinate_attention(
     bound = bound if length is None else length**2
     if backend == "auto":
         backend = choose_backend(queries, on_grid=isinstance(coords, Grid), bound=bound)
-    if backend not in (*BACKENDS, KERNEL):
-        raise InputError(
-            f"unknown attention backend {backend!r}; expected 'auto' or one of {sorted([*BACKENDS, KERNEL])}"
-        )
+    if backend not in (known := sorted([*BACKENDS, KERNEL])):
+        raise InputError(f"unknown attention backend {backend!r}; expected 'auto' or one of {known}")
     with torch.autocast(queries.device.type, enabled=False):
         if backend == KERNEL:
             from carlreg.fast.kernels.attention import kernel_attention
@@ -93,8 +89,7 @@ def attention_moments(
         from carlreg.fast.kernels.attention import kernel_moments
 
         return kernel_moments(queries, keys, _as_grid(coords, keys))
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    points = _positions(coords, keys.to(dtype))
+    points = _positions(coords, keys.to(torch.promote_types(queries.dtype, torch.float32)))
     # The second moments are attention over squares of positions, taken from the middle to lose fewer digits.
     middle = points.mean(dim=1, keepdim=True)
     points = points - middle
@@ -112,10 +107,8 @@ def _check(queries: Tensor, keys: Tensor) -> None:
         if not features.is_floating_point():
             raise TypeError(f"{name} have dtype {features.dtype}; expected floating point")
     if queries.shape[0] != keys.shape[0] or queries.shape[2] != keys.shape[2]:
-        raise InputError(
-            f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}; "
-            "expected the same batch size and feature length"
-        )
+        shapes = f"queries have shape {tuple(queries.shape)} and keys {tuple(keys.shape)}"
+        raise InputError(f"{shapes}; expected the same batch size and feature length")
 
 
 def _positions(coords: Tensor | Grid, keys: Tensor) -> Tensor:
@@ -124,10 +117,8 @@ def _positions(coords: Tensor | Grid, keys: Tensor) -> Tensor:
         coords = coords.points(keys.dtype, keys.device).reshape(-1, len(coords.shape))
     points = coords if coords.dim() == 3 else coords[None]
     if points.dim() != 3 or points.shape[1] != keys.shape[1] or points.shape[0] not in (1, keys.shape[0]):
-        raise InputError(
-            f"coords have shape {tuple(coords.shape)} for keys of shape {tuple(keys.shape)}; "
-            f"expected one position per key, ({keys.shape[1]}, D)"
-        )
+        shapes = f"coords have shape {tuple(coords.shape)} for keys of shape {tuple(keys.shape)}"
+        raise InputError(f"{shapes}; expected one position per key, ({keys.shape[1]}, D)")
     return points.to(keys.dtype)
 
 

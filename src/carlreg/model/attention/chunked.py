@@ -5,17 +5,13 @@ features. The backward pass recomputes each block instead of storing it: with w 
 gradient of the logits is w · (g·V − g·y), where g is the gradient of y.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 1024
-"""Number of queries and of keys in a block: 4 MiB of logits in float32."""
+BLOCK = 1024  # queries and keys in a block: 4 MiB of logits in float32
 
 
 def chunked_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
@@ -23,9 +19,8 @@ def chunked_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
     return result
 
 
-def _blocks(count: int) -> Iterator[slice]:
-    for start in range(0, count, BLOCK):
-        yield slice(start, start + BLOCK)
+def _blocks(count: int) -> list[slice]:
+    return [slice(start, start + BLOCK) for start in range(0, count, BLOCK)]
 
 
 class _ChunkedAttention(torch.autograd.Function):
