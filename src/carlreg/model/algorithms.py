@@ -291,5 +291,5 @@ def _check_network(network: Encoder | Symmetrized | UNet, image: Tensor) -> None
     weight = next(network.parameters())
     autocast = torch.is_autocast_enabled(image.device.type)
     if (image.dtype, image.device) != (weight.dtype, weight.device) and not autocast:
-        both = f"the images are {image.dtype} on {image.device} but the weights {weight.dtype} on {weight.device}"
-        raise TypeError(f"{both}; expected the same: move either with .to(...)")
+        images, weights = f"{image.dtype} on {image.device}", f"{weight.dtype} on {weight.device}; expected the same"
+        raise TypeError(f"the images are {images} but the network's weights are {weights}: move either with .to(...)")

@@ -42,7 +42,8 @@ class Handedness(nn.Module):
     def __init__(self, dim: int, width: int, count: int, distance: int = 2) -> None:
         super().__init__()
         if dim * count > width:
-            raise InputError(f"{count} determinants of {dim} channels need {dim * count} channels; there are {width}")
+            needed = f"{count} determinants of {dim} channels each need {dim * count} channels"
+            raise InputError(f"{needed}; the encoder has {width}")
         self.dim, self.count, self.distance = dim, count, distance
         self.norm = batch_norm(dim)(count)
         self.mix = conv(dim)(count, width, 1)
