@@ -21,11 +21,9 @@ from carlreg.model.loaded import LoadedModel
 from carlreg.preparation import prepare_pair
 from carlreg.training import cache
 from carlreg.training import cohort as manifest
-from carlreg.training.augmentation import Augmentation, apply
 from carlreg.training.cache import Prepared, choose_grid, prepare
-from carlreg.training.cohort import Case, Cohort, Pair
-from carlreg.training.errors import DatasetError
-from carlreg.training.pairs import STRUCTURES, TrainingPairs
+from carlreg.training.cohort import Case, Cohort, DatasetError, Pair
+from carlreg.training.pairs import STRUCTURES, Augmentation, TrainingPairs, apply
 from carlreg.training.validation import Validation
 
 pytest.importorskip("SimpleITK")

@@ -30,8 +30,7 @@ from carlreg.geometry.fitting import fit_affine
 from carlreg.geometry.grids import Grid
 from carlreg.model.files import read_metadata
 from carlreg.training.batches import Batch, Batches
-from carlreg.training.distributed import Team, launch, shared
-from carlreg.training.errors import TrainingError
+from carlreg.training.distributed import Team, TrainingError, launch, shared
 from carlreg.training.loop import Progress, train
 from carlreg.training.run import Settings
 from carlreg.training.stages import PAPER, PAPER_ROT, Stage

@@ -23,13 +23,12 @@ from torch import Tensor
 from carlreg import preparation
 from carlreg.errors import InputError
 from carlreg.files import images, orientation
-from carlreg.files.atomic import write_atomically
+from carlreg.files.atomic import PathLike, write_atomically
 from carlreg.files.images import Image, ImageError
 from carlreg.geometry import resizing
 from carlreg.model.loaded import CT_RANGE
 from carlreg.preparation import FOREGROUND, Frame, common_voxel
-from carlreg.training.cohort import Case, PathLike
-from carlreg.training.errors import DatasetError
+from carlreg.training.cohort import Case, DatasetError
 
 PREPARATION = 2
 """Version of the cached data: to be raised if this module, or `preparation`, computes something else."""
@@ -45,8 +44,8 @@ class Prepared:
 
     image: Tensor  # (1, *grid), uint8: 255 times the intensity
     labels: Tensor | None  # (1, *grid)
-    world_to_unit: tuple[tuple[float, ...], ...]
-    size: tuple[float, ...]
+    world_to_unit: Sequence[Sequence[float]]
+    size: Sequence[float]
     """Millimetres from the first to the last voxel centre along each axis."""
     intensities: str
     """How intensities were scaled, in words."""
@@ -90,24 +89,21 @@ def dimension(cases: Sequence[Case]) -> int:
 
 def _shapes(cases: Sequence[Case]) -> Iterator[tuple[int, ...]]:
     """Shapes of the readable images in the axis order closest to RAS. `prepare` reports the others, all together."""
-    problem, count = None, 0
+    problems: list[ImageError] = []
     for case in cases:
         try:
-            shape = orientation.to_closest_ras(images.read(case.image)).shape
+            yield orientation.to_closest_ras(images.read(case.image)).shape
         except ImageError as error:
-            problem = error
-        else:
-            count += 1
-            yield shape
-    if problem is not None and not count:
-        raise problem
+            problems.append(error)
+    if len(problems) == len(cases):
+        raise problems[0]
 
 
 def prepare(
     cases: Sequence[Case],
     grid: Sequence[int],
     folder: PathLike | None = None,
-    callback: Callable[[int], None] | None = None,
+    callback: Callable[[int], None] = lambda done: None,
     *,
     ct_range: tuple[float, float] = CT_RANGE,
     voxel: float | None = None,
@@ -125,14 +121,13 @@ def prepare(
         try:
             prepared.append(_from_cache(case, _Recipe(tuple(grid), ct_range, voxel), cache))
         except ImageError as error:
-            problems.append((case, error))
-        if callback is not None:
-            callback(number)
+            problems.append((str(case.image), error))
+        callback(number)
     if problems:
-        _, first = problems[0]
-        others = ", ".join(str(case.image) for case, _ in problems[1:4])
-        more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise DatasetError(f"{first}" + (f" (also unusable: {others}{more})" if others else "")) from first
+        (_, first), *others = problems
+        also = f" (also unusable: {', '.join(path for path, _ in others[:3])}" if others else ""
+        more = f", and {len(others) - 3} more" if len(others) > 3 else ""
+        raise DatasetError(f"{first}{also}{more}{')' if others else ''}") from first
     return prepared
 
 
@@ -147,17 +142,14 @@ class _Recipe:
 
 def _from_cache(case: Case, recipe: _Recipe, cache: Path) -> Prepared:
     from safetensors import SafetensorError
+    from safetensors.torch import save
 
     path = cache / f"{fingerprint(case, recipe)}.safetensors"
     try:
         return _load(path)
-    except (FileNotFoundError, SafetensorError, KeyError, ValueError):  # not cached yet, or damaged
-        pass
-    from safetensors.torch import save
-
-    tensors, header = _make(case, recipe)
-    write_atomically(path, save(tensors, header))
-    return _load(path)
+    except (FileNotFoundError, SafetensorError, KeyError, ValueError, TypeError):  # not cached yet, or damaged
+        write_atomically(path, save(*_make(case, recipe)))
+        return _load(path)
 
 
 def fingerprint(case: Case, recipe: _Recipe) -> str:
@@ -232,14 +224,7 @@ def _load(path: Path) -> Prepared:
         header = json.loads(file.metadata()["prepared"])
         image = file.get_tensor("image")
         labels = file.get_tensor("labels") if "labels" in file.keys() else None  # noqa: SIM118
-    return Prepared(
-        image,
-        labels,
-        tuple(tuple(row) for row in header["world_to_unit"]),
-        tuple(header["size"]),
-        header["intensities"],
-        header["digest"],
-    )
+    return Prepared(image, labels, **header)
 
 
 def digest(prepared: Sequence[Prepared]) -> str:

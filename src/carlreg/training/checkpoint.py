@@ -20,7 +20,7 @@ from carlreg.errors import ExistsError, InputError
 from carlreg.files.atomic import only_writer, write_atomically
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
-from carlreg.training.errors import TrainingError
+from carlreg.training.distributed import TrainingError
 from carlreg.training.settings import MAY_CHANGE
 
 PathLike = str | os.PathLike[str]

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from carlreg.errors import InputError
 from carlreg.files import tables
+from carlreg.files.atomic import PathLike
 from carlreg.files.tables import IMAGE_COLUMNS, SPLITS, read_table, require_files
-from carlreg.training.errors import DatasetError
-
-PathLike = str | os.PathLike[str]
 
 VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
 ENDINGS = (*VOLUMES, ".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp")
@@ -35,6 +32,10 @@ ENOUGH = 6
 """Number of images below which none is kept for validation, by default."""
 
 log = logging.getLogger(__name__)
+
+
+class DatasetError(InputError):
+    """Images, labels or tables that cannot be used for training."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,20 @@ class Cohort:
 
     def some_pairs(self, most: int) -> list[Pair]:
         """All ordered pairs, or a fixed random choice of at most this many."""
+        pairs = self.pairs
+        if pairs is None:
+            pairs = tuple(Pair(a, b) for a, b in itertools.permutations(range(len(self.cases)), 2))
+        return list(pairs) if len(pairs) <= most else random.Random(0).sample(pairs, most)
+
+    def part(self, indices: Sequence[int]) -> Cohort:
+        """A cohort of some of the pairs and the cases that occur in them or, if any two form a pair, of these cases."""
         if self.pairs is None:
-            pairs = [Pair(a, b) for a, b in itertools.permutations(range(len(self.cases)), 2)]
-        else:
-            pairs = list(self.pairs)
-        return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
+            return Cohort(tuple(self.cases[i] for i in indices))
+        pairs = [self.pairs[i] for i in indices]
+        used = sorted({number for pair in pairs for number in (pair.moving, pair.fixed)})
+        new = {old: number for number, old in enumerate(used)}
+        renumbered = (replace(pair, moving=new[pair.moving], fixed=new[pair.fixed]) for pair in pairs)
+        return Cohort(tuple(self.cases[i] for i in used), tuple(renumbered))
 
     def __len__(self) -> int:
         """The number of pairs or, if any two images form one, of images."""
@@ -142,41 +152,21 @@ def _divide(cohort: Cohort, fraction: float | None, source: PathLike) -> tuple[C
             f"and {len(cohort) - count} for training; expected at least {least} of each"
         )
     chosen = set(random.Random(0).sample(range(len(cohort)), count))
-    halves = [[i for i in range(len(cohort)) if (i in chosen) == wanted] for wanted in (False, True)]
-    if cohort.pairs is None:
-        training, validation = (Cohort(tuple(cohort.cases[i] for i in half)) for half in halves)
-    else:
-        pairs = cohort.pairs
-        training, validation = (_renumbered(cohort.cases, [pairs[i] for i in half]) for half in halves)
-    return training, validation
-
-
-def _renumbered(cases: Sequence[Case], pairs: Sequence[Pair]) -> Cohort:
-    """A cohort of these pairs and the cases that occur in them."""
-    used = sorted({number for pair in pairs for number in (pair.moving, pair.fixed)})
-    new = {old: number for number, old in enumerate(used)}
-    return Cohort(
-        tuple(cases[i] for i in used),
-        tuple(Pair(new[p.moving], new[p.fixed], p.moving_landmarks, p.fixed_landmarks) for p in pairs),
-    )
+    return cohort.part([i for i in range(len(cohort)) if i not in chosen]), cohort.part(sorted(chosen))
 
 
 def _read(source: Path) -> dict[str, Cohort]:
     """A cohort for each split, or one for "all" if there is no split."""
+    if (source / "train").is_dir():
+        return {name: _images_of(source / name) for name in SPLITS if (source / name).is_dir()}
     if source.is_dir():
-        return _read_folder(source)
+        return {"all": _images_of(source)}
     if not source.exists():
         raise DatasetError(f"{source} does not exist; expected a CSV file or a folder of images")
-    return _read_csv(source)
-
-
-# ---- folders --------------------------------------------------------------------------------------------------------
-
-
-def _read_folder(folder: Path) -> dict[str, Cohort]:
-    if (folder / "train").is_dir():
-        return {name: _images_of(folder / name) for name in SPLITS if (folder / name).is_dir()}
-    return {"all": _images_of(folder)}
+    rows = read_table(source, {*IMAGE_COLUMNS, *PAIR_COLUMNS})
+    require_files((file for row in rows for file in row.files().values()), source)
+    splits = dict.fromkeys(row.split for row in rows)
+    return {split or "all": _cohort([row for row in rows if row.split == split], source) for split in splits}
 
 
 def _images_of(folder: Path) -> Cohort:
@@ -192,19 +182,8 @@ def _images_of(folder: Path) -> Cohort:
 
 def _stem(path: Path) -> str:
     """The name of an image file without its ending; empty for other files."""
-    name = path.name
-    ending = next((ending for ending in ENDINGS if name.lower().endswith(ending)), None)
-    return "" if ending is None or name.startswith(".") else name[: -len(ending)]
-
-
-# ---- CSV files ------------------------------------------------------------------------------------------------------
-
-
-def _read_csv(path: Path) -> dict[str, Cohort]:
-    rows = read_table(path, {*IMAGE_COLUMNS, *PAIR_COLUMNS})
-    require_files((file for row in rows for file in row.files().values()), path)
-    splits = dict.fromkeys(row.split for row in rows)
-    return {split or "all": _cohort([row for row in rows if row.split == split], path) for split in splits}
+    ending = next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
+    return "" if ending is None or path.name.startswith(".") else path.name[: -len(ending)]
 
 
 def _cohort(rows: Sequence[tables.Scan | tables.Pair], path: Path) -> Cohort:

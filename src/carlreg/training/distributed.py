@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carlreg.errors import DependencyError, InputError
-from carlreg.training.errors import TrainingError
+from carlreg.errors import CarlError, DependencyError, InputError
+from carlreg.training.batches import Draw
 
 TIMEOUT = timedelta(hours=12)
 """How long processes wait for each other: the first one may be preparing images, or validating."""
+
+
+class TrainingError(CarlError, RuntimeError):
+    """A run that cannot continue. Its last good checkpoint is on disk."""
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Report the loss of another process, for which PyTorch only states that the connection was closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError("another process of this run has ended; its own message says why") from error
 
 
 @dataclass(frozen=True)
@@ -60,27 +73,23 @@ class Team:
             for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
+    @_collective()
     def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of the leading process."""
-        if self.size > 1:
-            with _collective():
-                for tensor in tensors:
-                    dist.broadcast(tensor.detach(), src=0)
+        for tensor in tensors if self.size > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
 
     def as_leader(self, answer: bool, device: torch.device) -> bool:
         """The leading process's value, for something that could differ between processes."""
-        if self.size == 1:
-            return answer
         flag = torch.tensor(answer, dtype=torch.int32, device=device)
-        with _collective():
-            dist.broadcast(flag, src=0)
+        self.copy_from_leader([flag])
         return bool(flag)
 
+    @_collective()
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.size > 1:
-            with _collective():
-                dist.barrier()
+            dist.barrier()
 
     def shut_down(self) -> None:
         """Wait for all processes, then destroy the process group."""
@@ -89,30 +98,14 @@ class Team:
             dist.destroy_process_group()
 
 
-@contextmanager
-def _collective() -> Iterator[None]:
-    """Report the loss of another process, for which PyTorch only states that the connection was closed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TrainingError("another process of this run has ended; its own message says why") from error
-
-
 def check_batch(batch: int, processes: int) -> None:
     if batch % processes:
         raise InputError(f"a batch of {batch} cannot be shared by {processes} processes; expected a multiple")
 
 
-def shared(
-    draw: Callable[[torch.Generator], tuple[Tensor | None, ...]],
-) -> Callable[[torch.Generator], tuple[Tensor | None, ...]]:
+def shared(draw: Draw) -> Draw:
     """Turn a function that draws the joint batch into one that draws this process's part of it."""
-
-    def own(generator: torch.Generator) -> tuple[Tensor | None, ...]:
-        team = Team.current()
-        return tuple(None if drawn is None else team.part(drawn) for drawn in draw(generator))
-
-    return own
+    return lambda generator: tuple(None if part is None else Team.current().part(part) for part in draw(generator))
 
 
 def processes(devices: int, nodes: int) -> tuple[int, int]:

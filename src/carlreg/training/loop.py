@@ -26,8 +26,7 @@ from carlreg.model.zoo import add_refinement
 from carlreg.objective.losses import Loss
 from carlreg.training.batches import Batches, Draw
 from carlreg.training.checkpoint import LAST, Checkpoint, RunFolder, refuse_other_run
-from carlreg.training.distributed import Team
-from carlreg.training.errors import TrainingError
+from carlreg.training.distributed import Team, TrainingError
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 

@@ -20,15 +20,13 @@ import carlreg
 from carlreg.fast.devices import choose_device
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.training import cache, cohort
-from carlreg.training.augmentation import Augmentation
 from carlreg.training.checkpoint import BOARD, FORMAT, RunFolder
-from carlreg.training.cohort import Cohort
+from carlreg.training.cohort import Cohort, DatasetError
 from carlreg.training.distributed import Team, check_batch, launch, ranks
-from carlreg.training.errors import DatasetError
 from carlreg.training.logging import Board, picture, plot_curves, wants_board
 from carlreg.training.loop import Progress, train
 from carlreg.training.monitor import Monitor
-from carlreg.training.pairs import TrainingPairs
+from carlreg.training.pairs import Augmentation, TrainingPairs
 from carlreg.training.settings import Execution, Settings
 from carlreg.training.start import Start
 from carlreg.training.validation import Validation, is_higher_better

@@ -19,8 +19,7 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.objective.losses import SIMILARITIES
 from carlreg.objective.metrics import dice, mean_score, target_registration_error
 from carlreg.training.cache import Prepared
-from carlreg.training.cohort import Cohort, Pair
-from carlreg.training.errors import DatasetError
+from carlreg.training.cohort import Cohort, DatasetError, Pair
 from carlreg.training.pairs import intensities
 
 DICE, LANDMARKS = "Dice", "landmark error, mm"
