@@ -228,7 +228,7 @@ def test_learn2reg_files_are_read_as_its_evaluation_does(data: Path, tmp_path: P
 
 
 def test_info_names_everything(data: Path, tmp_path: Path, run: Run) -> None:
-    run(*pair(data, tmp_path / "out", "--transform", "affine"))
+    run(*pair(data, tmp_path / "out", "--transform", "affine", "--ants-warp"))
     for path, kind in (
         (data / "fixed.nii.gz", "3-D image"),
         (data / "small.safetensors", "model"),
@@ -513,7 +513,7 @@ def test_stopped_while_writing(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(f"carlreg.{where}", stop)
-    assert run(*pair(data, out))[0] == 143
+    assert run(*pair(data, out, "--ants-warp"))[0] == 143
     assert os.listdir(tmp_path) == (["out"] if exists else [])
     if exists:
         assert os.listdir(out) == ["mine.txt"]

@@ -704,7 +704,7 @@ def test_failing_in_the_middle_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     image = oblique()
-    write(image, tmp_path / "a.nii.gz")
+    write(image, tmp_path / "a.nrrd")
 
     def fail(_: object, name: str, *rest: object) -> None:
         Path(name).write_bytes(b"half")
@@ -712,9 +712,9 @@ def test_failing_in_the_middle_leaves_the_old_file_alone(
 
     monkeypatch.setattr(sitk, "WriteImage", fail)
     with pytest.raises((ImageError, KeyboardInterrupt)):
-        write(oblique(), tmp_path / "a.nii.gz", overwrite=True)
-    assert os.listdir(tmp_path) == ["a.nii.gz"]
-    assert np.array_equal(read(tmp_path / "a.nii.gz").data, image.data)
+        write(oblique(), tmp_path / "a.nrrd", overwrite=True)
+    assert os.listdir(tmp_path) == ["a.nrrd"]
+    assert np.array_equal(read(tmp_path / "a.nrrd").data, image.data)
 
 
 def test_missing_folder(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_nothing_is_overwritten_or_half_written(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("carlreg.files.transform_files.write_warp", full)
+    monkeypatch.setattr("carlreg.files.transform_files.write", full)
     with pytest.raises(OSError, match="No space left"):
         result.save(tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["out", "small.safetensors"]

@@ -14,7 +14,7 @@ import typer
 from carlreg.cli._options import command
 from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, print_error, working
 from carlreg.cli._threads import Threads
-from carlreg.files.results import PAGE, Report, ResultFolder
+from carlreg.files.results import PAGE, WARP, Report, ResultFolder
 from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class Outputs:
     transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm."] = None
     warped_moving_out: Annotated[Some, "A file for the warped moving image alone."] = None
     html: Annotated[bool, "Write report.html, which shows the result in a browser."] = True
+    ants_warp: Annotated[bool, "Also write warp.nii.gz, the transform as ANTs writes it.", "--ants-warp"] = False
+    full_precision: Annotated[
+        bool, "Do not round the stored transforms, to 0.01 mm: the files are larger.", "--full-precision"
+    ] = False
     overwrite: Overwrite = False
 
     def files(self) -> dict[str, Path]:
@@ -90,8 +94,8 @@ def register(
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
 
-    Writes warped.nii.gz, transform.h5, inverse_transform.h5, warp.nii.gz, report.json and report.html to the folder
-    --out, and warped_seg.nii.gz if the moving image has labels.
+    Writes warped.nii.gz, transform.h5, inverse_transform.h5, report.json and report.html to the folder --out, and
+    warped_seg.nii.gz if the moving image has labels.
     """
     if pairs is not None:
         if single := [*inputs.sources(), *(name for name in outputs.files() if name != "out")]:
@@ -127,7 +131,9 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
         )
         show(description="writing", completed=0, total=None)
         if outputs.out is not None:
-            result.save(outputs.out, overwrite=overwrite, extra={PAGE: report.page(result)} if outputs.html else None)
+            extra = {PAGE: lambda: report.page(result)} if outputs.html else None
+            kept = {"ants_warp": outputs.ants_warp, "full_precision": outputs.full_precision}
+            result.save(outputs.out, overwrite=overwrite, extra=extra, **kept)
         if outputs.transform_out is not None:
             transform_files.write(result.transform, outputs.transform_out, overwrite=overwrite)
         if outputs.warped_moving_out is not None:
@@ -177,6 +183,8 @@ def _many(table: Path, out: Path, outputs: Outputs, model: str, options: Registe
         options,
         register=lambda inputs, folder: _one(inputs, replace(outputs, out=folder), loaded, options),
         overwrite=outputs.overwrite,
+        more=(WARP,) if outputs.ants_warp else (),
+        full_precision=outputs.full_precision,
         started=lambda name: message(f"pair {next(numbers)} of {len(pairs)}: {name}"),
         failed=print_error,
     )

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import OutputError
-from carlreg.files import isolated, nifti
+from carlreg.files import isolated, nifti, nifti_write
 from carlreg.files.atomic import PathLike as PathLike
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError as ImageError
@@ -32,7 +33,6 @@ from carlreg.files.checks import check_finite, check_geometry, check_kind, check
 from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
 from carlreg.geometry.grids import Grid
 
-NIFTI_HEADER = 352  # bytes before the voxels of a NIfTI-1 file
 WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
 
@@ -273,6 +273,9 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
     if not ending or ending in TWO_FILES:
         reason = f"{ending} takes two files" if ending else "its name has no extension"
         raise ImageError(f"{path} cannot be written: {reason}; expected one file, such as .nii.gz")
+    if nifti.is_nifti(path):
+        write_atomically(path, partial(nifti_write.write, image.data, image.affine), overwrite=overwrite)
+        return
     source = image.to_sitk()
 
     def save(temporary: Path) -> None:
@@ -287,10 +290,8 @@ def write_sitk(source: Any, path: Path) -> None:
     with _reasons(path, "written"):
         simpleitk().WriteImage(source, str(path), path.suffix.lower() in (".nrrd", ".mha"))
     array = simpleitk().GetArrayViewFromImage(source)
-    if path.name.lower().endswith((".nii", ".nii.gz")):
-        whole = count_bytes(path) == NIFTI_HEADER + array.nbytes
-    elif path.suffix.lower() == ".nrrd":
-        whole = count_bytes(path, header=True) == array.nbytes
+    if path.suffix.lower() == ".nrrd":
+        whole = _count_bytes(path) == array.nbytes
     else:
         with _reasons(path, "written"):
             stored = simpleitk().ReadImage(str(path))
@@ -300,10 +301,10 @@ def write_sitk(source: Any, path: Path) -> None:
         raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
 
-def count_bytes(path: Path, *, header: bool = False) -> int:
-    """The uncompressed length of a file, without the text header that NRRD begins with; 0 if it is damaged."""
+def _count_bytes(path: Path) -> int:
+    """The uncompressed length of a NRRD file without its header; 0 if it is damaged."""
     with open(path, "rb") as file:
-        while header and file.readline().strip():
+        while file.readline().strip():
             pass
         compressed = file.peek(2)[:2] == b"\x1f\x8b"
         try:

@@ -22,10 +22,12 @@ from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomical
 WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
 TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
 REPORT, PAGE = "report.json", "report.html"
-FILES = (WARPED, TRANSFORM, INVERSE, WARP, REPORT)
+FILES = (WARPED, TRANSFORM, INVERSE, REPORT)
 """The files of every result."""
-NAMES = (*FILES, WARPED_LABELS, PAGE)
+NAMES = (*FILES, WARP, WARPED_LABELS, PAGE)
 """All files that a result may have."""
+WITHIN = 0.01
+"""The stored transforms are within this distance of the exact ones, in mm and in voxels."""
 SCHEMA = 1
 """The version of `report.json`; raised when the meaning of a key changes. Unknown keys are ignored."""
 
@@ -106,6 +108,8 @@ class Report:
     losses: Sequence[Mapping[str, float]] = ()
     """Total, similarity and regularity at each step of the optimisation."""
     warnings: Sequence[str] = ()
+    stored_within_mm: float = 0.0
+    """How far the points of the stored transforms are from those of the exact ones, at most."""
     request: Request | None = None
     """What was asked for; None in reports of earlier versions."""
 
@@ -170,9 +174,9 @@ class ResultFolder:
     def holds_registration(self) -> bool:
         return self[TRANSFORM].is_file()
 
-    def missing(self) -> list[str]:
-        """The files that a complete result would have and this folder has not."""
-        return [name for name in FILES if not self[name].is_file()]
+    def missing(self, *more: str) -> list[str]:
+        """The files that a complete result, and one with `more` files, would have and this folder has not."""
+        return [name for name in (*FILES, *more) if not self[name].is_file()]
 
     def read_report(self) -> Report:
         try:
@@ -182,14 +186,16 @@ class ResultFolder:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{self[REPORT]} is damaged ({error}); expected the report of a registration") from error
 
-    def differences(self, request: Request) -> list[str]:
-        """How the result differs from a complete one for this request, in words; empty if it does not."""
-        if missing := self.missing():
+    def differences(self, request: Request, *more: str, full_precision: bool = False) -> list[str]:
+        """How the result differs from a complete one for this request, in words; empty if it does not. `more` are files
+        that are written on request."""
+        if missing := self.missing(*more):
             return [f"no {missing[0]}"]
-        made_for = self.read_report().request
-        if made_for is None:
+        report = self.read_report()
+        if report.request is None:
             return ["a report of an earlier version, which does not list its options"]
-        return made_for.differences(request)
+        coarse = [f"transforms rounded to {report.stored_within_mm:g} mm"]
+        return report.request.differences(request) + coarse * (full_precision and report.stored_within_mm > 0)
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raise unless a result may be written here, before any work is done for it."""

@@ -5,15 +5,15 @@ SimpleITK is imported where it is used.
 
 from __future__ import annotations
 
-import gzip
 import io
 import math
 import os
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import DependencyError, InputError, OutputError
-from carlreg.files import isolated, nifti
+from carlreg.files import isolated, nifti, nifti_write
 from carlreg.files.atomic import write_atomically
-from carlreg.files.checks import ImageError, check_geometry, check_size, distance
-from carlreg.files.images import NIFTI_HEADER, Image, Matrix, PathLike, count_bytes, write_sitk
-from carlreg.files.itk import affine_of, itk_order, read_header, reason, simpleitk, vector_image
+from carlreg.files.checks import ImageError, check_geometry, check_size
+from carlreg.files.compression import LEVEL, in_threads
+from carlreg.files.images import Image, Matrix, PathLike, write_sitk
+from carlreg.files.itk import itk_order, read_header, reason, simpleitk, vector_image
 from carlreg.files.world_transform import (
     ItkTransform,
     PointMap,
@@ -41,18 +42,21 @@ from carlreg.files.world_transform import (
 
 HDF5 = (".h5", ".hdf5")
 TEXT = (".tfm", ".txt")
-ALONE = (".mat", ".xfm")
-"""Formats of single affine maps; the second is only read."""
+ALONE = (".mat", ".xfm")  # single affine maps; the second is only read
+CHUNK = 2**18  # numbers of a file that are compressed together
 
 
-def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite: bool = False) -> None:
+def write(
+    transform: WorldTransform | ItkTransform, path: PathLike, *, within: float = 0, overwrite: bool = False
+) -> None:
     """Write a composite of ITK's AffineTransform and DisplacementFieldTransform, which ITK applies in T's order: the
     displacement, then the affine map. The file appears whole or not at all.
 
-    `.h5` holds the displacements as float32, half of what SimpleITK itself would write. `.tfm` is text: for small ones.
+    `.h5` holds the displacements as float32, half of what SimpleITK itself would write; a third of that if they are
+    rounded, so that no point is mapped more than `within` mm away, and compressed. `.tfm` is text: for small ones.
     `.mat` is what ANTs writes for affine maps, and holds nothing else.
 
-    >>> write(T, "transform.h5")
+    >>> write(T, "transform.h5", within=0.01)
     """
     ending = Path(path).suffix.lower()
     if ending == ".mat" and not (isinstance(transform, WorldTransform) and transform.is_linear):
@@ -62,10 +66,17 @@ def write(transform: WorldTransform | ItkTransform, path: PathLike, *, overwrite
     if isinstance(transform, ItkTransform):
         content: bytes | Callable[[Path], object] = partial(_write_itk, transform.to_sitk())
     elif ending in HDF5:
-        content = partial(_write_hdf5, _parts(transform))
+        content = partial(_write_hdf5, _parts(rounded(transform, within) if within else transform), packed=within > 0)
     else:
         content = _matlab(_parts(transform)[0]) if ending == ".mat" else _text(_parts(transform))
     write_atomically(path, content, overwrite=overwrite)
+
+
+def rounded(transform: WorldTransform, within: float) -> WorldTransform:
+    """The same map to `within` mm, with displacements that are multiples of a power of two, which compress well."""
+    largest = 2 * within / np.sqrt(transform.dim) / np.linalg.norm(transform.affine[:-1, :-1], 2)
+    step = np.float32(2.0 ** math.floor(math.log2(largest)))
+    return replace(transform, displacement=np.rint(transform.displacement / step) * step)
 
 
 def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: bool = False) -> None:
@@ -74,46 +85,21 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
 
     >>> write_warp(T, fixed, "warp.nii.gz")
     """
-    if max(grid.shape) > 32767 and nifti.is_nifti(Path(path)):
-        raise TransformError(f"{path} was not written: NIfTI holds at most 32767 voxels along an axis; expected .mha")
     stored = np.empty((grid.dim, *grid.shape[::-1]), np.float32)  # as NIfTI has them: one component after the other
     field = stored.transpose(*range(grid.dim, 0, -1), 0)
     for box, points in slabs(grid):
         field[box] = transform(points) - points
 
     def save(temporary: Path) -> None:
-        if nifti.is_nifti(temporary):
-            _write_nifti_vectors(stored, grid, temporary)
-        else:
-            with _as_transform_error(temporary):
-                write_sitk(vector_image(field, grid.affine), temporary)
+        with _as_transform_error(temporary):
+            if nifti.is_nifti(temporary):
+                return nifti_write.write(field, grid.affine, temporary, axis=5)
+            write_sitk(vector_image(field, grid.affine), temporary)
         header = read_header(temporary)
         if header.GetSize() != grid.shape or header.GetNumberOfComponents() != grid.dim:
             raise TransformError(f"{path} was not written: its format cannot hold vectors; expected .nii.gz or .mha")
-        shift = distance(affine_of(header), grid.affine, grid.shape)
-        if shift > 0.01 * min(grid.spacing):
-            raise TransformError(
-                f"{path} was not written: its format would move voxels by {shift:.3g} mm; expected .mha"
-            )
 
     write_atomically(path, save, overwrite=overwrite)
-
-
-def _write_nifti_vectors(stored: npt.NDArray[np.float32], grid: Image, path: Path) -> None:
-    """Write vectors without a copy, behind the header that SimpleITK gives to a single one at the same place."""
-    single = path.with_name("header.nii")
-    simpleitk().WriteImage(vector_image(np.zeros((*(1,) * grid.dim, grid.dim), np.float32), grid.affine), str(single))
-    header = bytearray(single.read_bytes()[:NIFTI_HEADER])
-    struct.pack_into(f"<{grid.dim}h", header, 42, *grid.shape)
-    single.unlink()
-    with path.open("wb") as raw:  # without name and time, so that equal warps are equal files
-        packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if path.suffix == ".gz" else nullcontext(raw)
-        with packed as file:
-            file.write(header)
-            for part in stored.reshape(grid.dim * grid.shape[-1], -1):
-                file.write(part.data)
-    if count_bytes(path) != NIFTI_HEADER + stored.nbytes:
-        raise OutputError(f"{path} was not written completely; check the disk, then try again")
 
 
 def write_learn2reg(
@@ -124,16 +110,10 @@ def write_learn2reg(
 
     >>> write_learn2reg(T, fixed, moving, "disp_0001_0002.nii.gz")
     """
-    if fixed.dim != 3 or not Path(path).name.lower().endswith((".nii", ".nii.gz")):
+    if fixed.dim != 3 or not nifti.is_nifti(Path(path)):
         raise TransformError(f"{path}: Learn2Reg's displacements are 3-D and in NIfTI; expected disp_0001_0002.nii.gz")
-    field = learn2reg(transform, fixed, moving)
-    image = simpleitk().GetImageFromArray(np.ascontiguousarray(field.transpose(3, 2, 1, 0)), isVector=False)
-    image.SetSpacing([*fixed.spacing, 1.0])
-    image.SetOrigin([*fixed.affine[:-1, -1].tolist(), 0.0])
-    direction = np.eye(4)
-    direction[:3, :3] = fixed.affine[:-1, :-1] / np.array(fixed.spacing)
-    image.SetDirection(direction.ravel().tolist())
-    write_atomically(path, partial(write_sitk, image), overwrite=overwrite)
+    save = partial(nifti_write.write, learn2reg(transform, fixed, moving), fixed.affine, axis=4)
+    write_atomically(path, save, overwrite=overwrite)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +166,7 @@ class _File(io.FileIO):
         return size or 0
 
 
-def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
+def _write_hdf5(parts: Sequence[_Part], path: Path, packed: bool) -> None:
     """ITK's HDF5 file, with the displacements as float32: SimpleITK writes float64 only."""
     try:
         import h5py
@@ -200,10 +180,32 @@ def _write_hdf5(parts: Sequence[_Part], path: Path) -> None:
             for number, part in enumerate(parts):
                 group = file.create_group(f"TransformGroup/{number}")
                 group.create_dataset("TransformType", data=[part.kind], dtype=text)
-                if part.parameters.size:
-                    group["TransformFixedParameters"], group["TransformParameters"] = part.fixed, part.parameters
+                if not part.parameters.size:
+                    continue
+                group["TransformFixedParameters"] = part.fixed
+                if packed and part.parameters.dtype == np.float32:
+                    _write_packed(group, part.parameters)
+                else:
+                    group["TransformParameters"] = part.parameters
         if stream.error is not None:
             raise stream.error
+
+
+def _write_packed(group: Any, numbers: npt.NDArray[np.float32]) -> None:
+    """HDF5's shuffle and deflate filters, by several threads: the first bytes of all numbers of a chunk, the second…"""
+    size = min(CHUNK, len(numbers))
+    options = {"chunks": (size,), "shuffle": True, "compression": "gzip", "compression_opts": LEVEL}
+    dataset = group.create_dataset("TransformParameters", numbers.shape, np.float32, **options)
+
+    def pack(start: int) -> bytes:
+        chunk = np.zeros(size, "<f4")
+        part = numbers[start : start + size]
+        chunk[: len(part)] = part
+        return zlib.compress(np.ascontiguousarray(chunk.view(np.uint8).reshape(-1, 4).T).data, LEVEL)
+
+    starts = range(0, len(numbers), size)
+    for start, content in zip(starts, in_threads(pack, starts), strict=True):
+        dataset.id.write_direct_chunk((start,), content)
 
 
 def _text(parts: Sequence[_Part]) -> bytes:

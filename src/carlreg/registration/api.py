@@ -71,7 +71,7 @@ def register(
     moving_landmarks: Any = None,
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
-    certainty: bool | None = DEFAULT.certainty,
+    certainty: bool = DEFAULT.certainty,
     device: str | torch.device = DEFAULT.device,
     seed: int = DEFAULT.seed,
     callback: Callable[[int, Loss], None] | None = None,
@@ -101,7 +101,7 @@ def register(
 
     Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
     they do not influence the registration. `certainty` adds the spread of the network's attention, which is quick on a
-    GPU and by default computed only there. `progress(text)` is called when a part of the work begins,
+    GPU. `progress(text)` is called when a part of the work begins,
     `callback(step, loss)` at every step of the optimisation. `over` and `fit_to` are older names of `optimize` and
     `fit_source`.
 
@@ -169,7 +169,7 @@ def register_pair(
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
     spread = None
-    if options.certainty if options.certainty is not None else device.type == "cuda":
+    if options.certainty:
         work.begin("certainty")
         spread = _spread(loaded.network, pair)
     work.begin("scores")

@@ -46,13 +46,16 @@ def register_cohort(
     *,
     register: Callable[[PairInputs, Path], Report],
     overwrite: bool = False,
+    more: Sequence[str] = (),
+    full_precision: bool = False,
     started: Callable[[str], object] = lambda name: None,
     failed: Callable[[Exception, str], object] = lambda error, name: None,
 ) -> list[Row]:
     """Call `register(inputs, folder)` for every pair, and write `summary.csv` after each.
 
-    A pair is skipped if its folder holds the complete result of the same inputs, model and options. A folder with
-    another result is registered again if `overwrite`, and otherwise an error. An error fails its own pair only.
+    A pair is skipped if its folder holds the complete result of the same inputs, model and options, with `more` files.
+    A folder with another result is registered again if `overwrite`, and otherwise an error. An error fails its own
+    pair only.
     """
     refuse_result(out, SUMMARY, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,8 @@ def register_cohort(
         folder.check_free(overwrite=True)
         if folder[REPORT].is_file() and not overwrite:
             checksums = {name: checksum(path) for name, path in pair.files().items()}
-            if different := folder.differences(make_request(model, options, checksums)):
+            request = make_request(model, options, checksums)
+            if different := folder.differences(request, *more, full_precision=full_precision):
                 held = f"{folder.path} holds a registration with {', '.join(different)}"
                 raise ExistsError(f"{held}; choose another name, or allow overwriting")
             return Row(pair.name, "was done", folder.read_report())

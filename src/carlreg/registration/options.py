@@ -74,8 +74,8 @@ class RegisterOptions:
         bool, "Start the optimisation from the unregistered images if they match better than the network's result."
     ] = True
     certainty: Annotated[
-        bool | None, "Show in report.html how certain the network is of its matches. By default only on a GPU."
-    ] = None
+        bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere."
+    ] = False
     device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps."] = "auto"
     seed: Annotated[int, "Random seed: the same seed gives the same result."] = 0
 

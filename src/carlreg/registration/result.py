@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import carlreg
 from carlreg.files import images, transform_files
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image
-from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, Report, Request, ResultFolder
+from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, WITHIN, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.registration.options import RegisterOptions
@@ -69,26 +70,40 @@ class Registration:
         folder: str | os.PathLike[str],
         *,
         overwrite: bool = False,
-        extra: Mapping[str, str] | None = None,
+        full_precision: bool = False,
+        ants_warp: bool = False,
+        extra: Mapping[str, str | Callable[[], str]] | None = None,
     ) -> Path:
-        """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5`, `warp.nii.gz` and `report.json`, and
-        `warped_seg.nii.gz` if there were labels. `extra` are further texts, by the names of their files.
+        """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5` and `report.json`, `warped_seg.nii.gz` if there
+        were labels, and with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts, or
+        functions that return them, by the names of their files.
 
-        All files appear together or not at all. Overwriting also removes files of the old result that the new one does
-        not have; files with other names stay.
+        The transforms are rounded, to 0.01 mm and 0.01 voxels or less, so that they compress well, unless
+        `full_precision`. All files appear together or not at all. Overwriting also removes files of the old result that
+        the new one does not have; files with other names stay.
         """
         result = ResultFolder(Path(folder))
-        with result.replaced(overwrite=overwrite) as staged:
-            images.write(self.warped, staged[WARPED])
-            transform_files.write(self.transform, staged[TRANSFORM])
-            transform_files.write(self.inverse, staged[INVERSE])
-            transform_files.write_warp(self.transform, self.fixed, staged[WARP])
+        within = 0.0 if full_precision else WITHIN * min(1, *self.fixed.spacing, *self.moving.spacing)
+
+        def write_extra(path: Path, text: str | Callable[[], str]) -> None:
+            write_atomically(path, (text() if callable(text) else text).encode())
+
+        with result.replaced(overwrite=overwrite) as staged, ThreadPoolExecutor() as pool:
+            work = [
+                pool.submit(images.write, self.warped, staged[WARPED]),
+                pool.submit(transform_files.write, self.transform, staged[TRANSFORM], within=within),
+                pool.submit(transform_files.write, self.inverse, staged[INVERSE], within=within),
+                *(pool.submit(write_extra, staged[name], text) for name, text in (extra or {}).items()),
+            ]
+            if ants_warp:
+                work.append(pool.submit(transform_files.write_warp, self.transform, self.fixed, staged[WARP]))
             if self.labels is not None:
-                images.write(self.labels, staged[WARPED_LABELS])
-            for name, text in (extra or {}).items():
-                write_atomically(staged[name], text.encode())
+                work.append(pool.submit(images.write, self.labels, staged[WARPED_LABELS]))
+            for one in work:
+                one.result()
             memory = peak_memory(self.record.device or "cpu")  # writing may take more than registering
-            staged.write_report(replace(self.record, versions=_versions(), peak_memory_gb=memory))
+            stored = replace(self.record, versions=_versions(), peak_memory_gb=memory, stored_within_mm=within)
+            staged.write_report(stored)
         return result.path
 
     def report(self) -> dict[str, Any]:
