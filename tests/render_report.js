@@ -39,14 +39,15 @@ const state = { point: JSON.parse(process.argv[4]), window: Object.keys(data.fix
 const views = ["fixed", "moving", "warped", "blend", "checkerboard", "difference", "grid", "jacobian"];
 if (data.certainty) views.push("certainty");
 const panels = [];
-for (const plane of data.planes)
+const planes = page.PLANES[data.dim];
+for (const plane of planes)
   for (const which of views) {
     const { width, height, rgba } = page.render(data, plane, which, state);
     panels.push({ plane: plane.name, which, width, height, rgba: Buffer.from(rgba).toString("base64") });
   }
 const moved = page.transform(data, state.point);
-const [x, y] = page.onScreen(data.fixed, data.planes[0], state.point);
+const [x, y] = page.onScreen(data.fixed, planes[0], state.point);
 process.stdout.write(JSON.stringify({
   point: state.point, moved, fixedWorld: page.world(data.fixed, state.point), movingWorld: page.world(data.moving, moved),
-  clicked: page.fromScreen(data.fixed, data.planes[0], state.point, x, y), panels,
+  clicked: page.fromScreen(data.fixed, planes[0], state.point, x, y), panels,
 }));

@@ -31,7 +31,7 @@ CT = GreyScale(
 )
 
 
-def grey_scale(image: Image, *, ct: bool | None = None) -> GreyScale:
+def grey_scale(image: Image, ct: bool | None = None) -> GreyScale:
     """Choose a scale by the image's range, or that of CT; its values show whether it is CT unless `ct` does."""
     _, done = preparation.preprocess(image, ct=ct)
     if done.kind == "CT":

@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -82,16 +81,13 @@ def page(
         warnings=registration.warnings,
         metrics=list(_metrics(registration)),
         dice=_dice(_overlaps(registration) if dice is None else dice),
-        curves=Curves.of(registration.losses),
+        curves=_curves(registration.losses),
         sides=[side for side in ("fixed", "moving") if side in inputs],
         inputs=list(_inputs(inputs)),
         settings=[(_title(key), _text(key, value)) for key, value in settings.items() if value is not None],
         version=carlreg.__version__,
         data=page_data(registration, registration.spread if spread is None else spread),
     )
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def _metrics(registration: Registration) -> Iterator[Row]:
@@ -114,6 +110,12 @@ def _dice(overlaps: Mapping[str, tuple[float, float]]) -> list[Row]:
         return []
     means = tuple(float(np.nanmean(column)) for column in zip(*overlaps.values(), strict=True))
     return [(name, *(f"{score:.3f}" for score in scores)) for name, scores in [*overlaps.items(), ("mean", means)]]
+
+
+def _curves(losses: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Each part of the loss at every step, if there are several and it is finite at all of them."""
+    parts = {name: [step.get(name, math.nan) for step in losses] for name in (losses[0] if len(losses) > 1 else ())}
+    return {name: values for name, values in parts.items() if all(map(math.isfinite, values))}
 
 
 def _inputs(inputs: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
@@ -149,36 +151,3 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " × ".join(_text("", item) for item in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# ---- the loss -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Each part of the loss against the step, in the coordinates of a drawing."""
-
-    WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 220, 56, 8, 192
-
-    steps: int
-    lines: dict[str, str]  # the corners of each curve, by its name
-    marks: list[tuple[float, str]]  # heights and values of the horizontal rules
-
-    @classmethod
-    def of(cls, losses: Sequence[Mapping[str, float]]) -> Curves | None:
-        if len(losses) < 2:
-            return None
-        finite = [name for name in losses[0] if all(math.isfinite(step.get(name, math.nan)) for step in losses)]
-        values = [step[name] for step in losses for name in finite]
-        low, high = min([*values, 0.0]), max(values)
-        span = (high - low) or 1.0
-
-        def height(value: float) -> float:
-            return cls.BOTTOM - (cls.BOTTOM - cls.TOP) * (value - low) / span
-
-        across = (cls.WIDTH - cls.LEFT - 8) / (len(losses) - 1)
-        lines = {
-            name: " ".join(f"{cls.LEFT + k * across:.1f},{height(step[name]):.1f}" for k, step in enumerate(losses))
-            for name in finite
-        }
-        return cls(len(losses), lines, [(height(v), f"{v:.3g}") for v in (low, low + span / 2, high)])

@@ -2,6 +2,18 @@
 // Volumes are {shape, levels}: voxel (i, j, k) at i + nx (j + ny k). Points are unit coordinates: 0 and 1 are the first
 // and last voxel centres. `data` is what the page contains; `state` is what the user has chosen.
 
+/** By dimension, the layout of each plane: volume axes to the right, downwards and through it, which of the first two run
+ * backwards, and the names of the edges. Axes run to the patient's right, front and head; radiological, the patient's
+ * right is on the left. */
+const PLANES = {
+  2: [{ name: "image", axes: [0, 1, 2], flip: [false, false], edges: ["", "", "", ""] }],
+  3: [
+    { name: "axial", axes: [0, 1, 2], flip: [true, true], edges: ["R", "L", "A", "P"] },
+    { name: "coronal", axes: [0, 2, 1], flip: [true, true], edges: ["R", "L", "S", "I"] },
+    { name: "sagittal", axes: [1, 2, 0], flip: [true, true], edges: ["A", "P", "S", "I"] },
+  ],
+};
+
 /** The levels of a volume from the RGBA pixels of its mosaic, `width` pixels wide. */
 function unpack(pixels, width, volume) {
   const [nx, ny, nz] = volume.shape;
@@ -236,7 +248,7 @@ async function start() {
   options(byId("window"), Object.keys(data.fixed.windows).map((name) => [name, name]));
 
   const panels = [];
-  for (const plane of data.planes) {
+  for (const plane of PLANES[data.dim]) {
     const section = document.createElement("div");
     section.className = "plane";
     const label = document.createElement("label"), slider = document.createElement("input");
@@ -298,7 +310,7 @@ async function start() {
       waiting = false;
       panels.forEach(paint);
       const moved = transform(data, state.point);
-      const show = (numbers) => numbers.slice(0, data.planes.length > 1 ? 3 : 2).map((n) => n.toFixed(1)).join(", ");
+      const show = (numbers) => numbers.slice(0, data.dim).map((n) => n.toFixed(1)).join(", ");
       byId("where").textContent = `fixed ${show(world(data.fixed, state.point))} mm → moving ${show(world(data.moving, moved))} mm`
         + (moved.some((u) => u < 0 || u > 1) ? ", outside the moving image" : "");
       byId("legend").innerHTML = legend(data, state.view);
@@ -308,7 +320,7 @@ async function start() {
   byId("view").onchange = (event) => { state.view = event.target.value; draw(); };
   byId("window").onchange = (event) => { state.window = event.target.value; draw(); };
   byId("mix").oninput = (event) => { state.mix = Number(event.target.value); draw(); };
-  byId("sides").textContent = data.planes.length > 1
+  byId("sides").textContent = data.dim === 3
     ? "Radiological: the patient's right (R) is on the left. Blue: outside the moving image. Click a point to go there; the moving image follows. Positions are in millimetres, RAS."
     : "The header of a 2-D image does not define left and right. Blue: outside the moving image. Click a point to go there; the moving image follows.";
   draw();
@@ -316,4 +328,4 @@ async function start() {
 }
 
 if (typeof document !== "undefined") start();
-else module.exports = { unpack, unpackMap, sample, transform, world, greys, render, onScreen, fromScreen };
+else module.exports = { PLANES, unpack, unpackMap, sample, transform, world, greys, render, onScreen, fromScreen };

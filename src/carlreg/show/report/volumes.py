@@ -1,11 +1,11 @@
-"""What the report draws: volumes, the transform on a lattice, overlays and the layout of the planes, as JSON values."""
+"""What the report draws: volumes, the transform on a lattice and overlays, as JSON values."""
 
 from __future__ import annotations
 
 import base64
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,9 @@ def page_data(registration: Registration, spread: Image | None) -> dict[str, Any
     pair = registration.fixed, registration.moving
     fixed, moving, warped = (orientation.to_closest_ras(image) for image in (*pair, registration.warped))
     shape = display_grid(fixed, VOXELS).shape
-    fixed_scale, moving_scale = (
-        grey_scale(image, ct=ct) for image, ct in zip(pair, preparation.ct_pair(*pair)[0], strict=True)
-    )
+    fixed_scale, moving_scale = map(grey_scale, pair, preparation.ct_pair(*pair)[0])
     data: dict[str, Any] = {
-        "planes": _planes(fixed.dim),
+        "dim": fixed.dim,
         "fixed": _image(fixed, shape, fixed_scale),
         "warped": _image(warped, shape, moving_scale),
         "moving": _image(moving, display_grid(moving, VOXELS).shape, moving_scale),
@@ -51,8 +49,7 @@ def page_data(registration: Registration, spread: Image | None) -> dict[str, Any
 def _image(image: Image, shape: tuple[int, ...], scale: GreyScale) -> dict[str, Any]:
     """The image in grey levels on the display's grid."""
     values = resizing.resize(torch.from_numpy(image.data.astype(np.float32))[None, None], shape)[0, 0].numpy()
-    intensities, greys = zip(*scale.knots, strict=True)
-    levels = np.interp(values, intensities, greys)
+    levels = np.interp(values, *zip(*scale.knots, strict=True))
     return {
         **volume(np.rint(levels).astype(np.uint8)),
         "spacing": [*grid_over(image, shape).spacing, *[1.0] * (3 - image.dim)],
@@ -95,21 +92,6 @@ def voxel_points(grid: Image) -> Matrix:
     return map_points(grid.unit_to_world(), Grid.of(grid.shape).points(torch.float64).numpy())
 
 
-def _planes(dim: int) -> list[dict[str, Any]]:
-    """The layout of each plane: array axes to the right, downwards and through it, which of the first two run
-    backwards, and the names of the edges.
-
-    Array axes run to the right, to the front and to the head. Radiological: the patient's right is on the left.
-    """
-    if dim == 2:
-        return [{"name": "image", "axes": [0, 1, 2], "flip": [False, False], "edges": ["", "", "", ""]}]
-    return [
-        {"name": "axial", "axes": [0, 1, 2], "flip": [True, True], "edges": ["R", "L", "A", "P"]},
-        {"name": "coronal", "axes": [0, 2, 1], "flip": [True, True], "edges": ["R", "L", "S", "I"]},
-        {"name": "sagittal", "axes": [1, 2, 0], "flip": [True, True], "edges": ["A", "P", "S", "I"]},
-    ]
-
-
 def _unit_to_ras(image: Image) -> Matrix:
     """(3, 4): unit coordinates to world millimetres, RAS."""
     matrix, dim, unit = np.zeros((3, 4)), image.dim, image.unit_to_world()
@@ -118,9 +100,8 @@ def _unit_to_ras(image: Image) -> Matrix:
     return matrix
 
 
-def _three(shape: Iterable[int]) -> list[int]:
-    sides = list(shape)
-    return [*sides, *[1] * (3 - len(sides))]
+def _three(shape: Sequence[int]) -> list[int]:
+    return [*shape, *[1] * (3 - len(shape))]
 
 
 def volume(levels: Levels) -> dict[str, Any]:
