@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import csv
+import functools
+import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,10 +17,14 @@ import typer
 from carlreg.cli._options import command
 from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, print_error, working
 from carlreg.cli._threads import Threads
-from carlreg.files.results import PAGE, WARP, Report, ResultFolder
+from carlreg.errors import ExistsError, InputError, OutputError, user_message
+from carlreg.files.atomic import refuse_result, write_atomically
+from carlreg.files.checksums import sha256
+from carlreg.files.results import PAGE, REPORT, WARP, Report, ResultFolder
 from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
 
 if TYPE_CHECKING:
+    from carlreg.files.tables import Pair
     from carlreg.model.loaded import LoadedModel
 
 
@@ -34,6 +41,7 @@ def _iterations(text: str) -> int | None:
 
 
 Some = Path | None
+SUMMARY = "summary.csv"
 
 
 @dataclass(frozen=True)
@@ -168,28 +176,65 @@ def _summary(metrics: Mapping[str, float]) -> str:
 
 
 def _many(table: Path, out: Path, outputs: Outputs, model: str, options: RegisterOptions) -> int:
-    """Register every pair of the table with one model; the exit code is 1 if any of them failed."""
+    """Register every pair of the table into a folder of its own, and write `summary.csv` after each.
+
+    A pair is skipped if its folder holds the complete result of the same inputs, model and options, with all files. A
+    folder with another result is registered again with --overwrite, and otherwise an error. An error fails its own pair
+    only; the exit code is 1 if there was any.
+    """
     from carlreg.files.tables import read_pairs
 
     pairs = read_pairs(table, unique=True)  # all of them, before anything heavy begins
     from carlreg.model.loaded import load_model
-    from carlreg.registration.cohort import register_cohort
 
-    loaded, numbers = load_model(model, options.device), itertools.count(1)
-    rows = register_cohort(
-        pairs,
-        out,
-        loaded,
-        options,
-        register=lambda inputs, folder: _one(inputs, replace(outputs, out=folder), loaded, options),
-        overwrite=outputs.overwrite,
-        more=(WARP,) if outputs.ants_warp else (),
-        full_precision=outputs.full_precision,
-        started=lambda name: message(f"pair {next(numbers)} of {len(pairs)}: {name}"),
-        failed=print_error,
-    )
-    count = Counter(row.status for row in rows)
-    failed = ", ".join(row.name for row in rows if row.status == "failed")
+    loaded, checksum = load_model(model, options.device), functools.cache(sha256)  # many pairs share an image
+    refuse_result(out, SUMMARY, overwrite=True)
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, str]] = []
+    for number, pair in enumerate(pairs, 1):
+        message(f"pair {number} of {len(pairs)}: {pair.name}")
+        try:
+            status, report = _one_of_many(pair, replace(outputs, out=out / pair.name), loaded, options, checksum)
+            numbers = {**report.metrics, "seconds": report.seconds.get("total", 0)}
+            row = {"status": status, **{name: f"{value:.4f}" for name, value in numbers.items()}}
+        except Exception as error:
+            print_error(error, pair.name)
+            row = {"status": "failed", "error": user_message(error) or repr(error)}
+        rows.append({"name": pair.name, **row})
+        with suppress(OutputError):
+            _write_summary(rows, out / SUMMARY)
+    _write_summary(rows, out / SUMMARY)
+    count = Counter(row["status"] for row in rows)
+    failed = ", ".join(row["name"] for row in rows if row["status"] == "failed")
     counts = f"{count['done']} pairs done, {count['was done']} were done already"
     message(f"{counts}, {count['failed']} failed: {failed}" if failed else counts, always=bool(failed))
     return 1 if failed else 0
+
+
+def _one_of_many(
+    pair: Pair, outputs: Outputs, model: LoadedModel, options: RegisterOptions, checksum: Callable[[str], str]
+) -> tuple[str, Report]:
+    """Register a pair, unless that was done already."""
+    from carlreg.registration.result import make_request
+
+    if pair.name.lower() == SUMMARY:
+        raise InputError(f"invalid name {pair.name!r}: the summary of all pairs has this name; choose another one")
+    assert outputs.out is not None
+    folder = ResultFolder(outputs.out)
+    folder.check_free(overwrite=True)
+    if not folder[REPORT].is_file() or outputs.overwrite:
+        return "done", _one(PairInputs(**pair.files()), outputs, model, options)
+    checksums = {name: checksum(path) for name, path in pair.files().items()}
+    request, more = make_request(model, options, checksums), [WARP] if outputs.ants_warp else []
+    if different := folder.differences(request, *more, full_precision=outputs.full_precision):
+        held = f"{folder.path} holds a registration with {', '.join(different)}"
+        raise ExistsError(f"{held}; choose another name, or allow overwriting")
+    return "was done", folder.read_report()
+
+
+def _write_summary(rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())

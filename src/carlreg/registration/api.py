@@ -28,7 +28,7 @@ from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.losses import Loss, Similarity
 from carlreg.preparation import PreparedPair
-from carlreg.registration.case import Case
+from carlreg.registration.case import Case, score
 from carlreg.registration.options import (
     FitSource,
     Optimize,
@@ -41,7 +41,6 @@ from carlreg.registration.progress import Progress
 from carlreg.registration.record import describe_inputs, describe_options, describe_rotation, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.score import score
 from carlreg.registration.solve import solve
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The inputs of a registration, read and checked before a network runs."""
+"""The inputs of a registration, read and checked before a network runs, and the scores of its labels and landmarks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.images import Image, Matrix, as_image, check_same_grid
 from carlreg.files.landmarks import read_landmarks
-from carlreg.files.world_transform import ItkTransform, WorldTransform
+from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel
+from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import PreparedPair, mask_voxels, prepare_pair
 from carlreg.registration.options import PairInputs
 
@@ -137,3 +138,22 @@ def _transform(source: Any, dim: int) -> WorldTransform | ItkTransform:
     if transform.dim != dim:
         raise InputError(f"the initial transform is {transform.dim}-D but the images are {dim}-D; expected the same")
     return transform
+
+
+def score(case: Case, before: PointMap, after: PointMap) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+    """Mean Dice and landmark error of both maps, as metrics, and the Dice of each label."""
+    metrics: dict[str, float] = {}
+    overlaps: dict[str, dict[int, float]] = {}
+    for when, transform in (("before", before), ("after", after)):
+        if case.moving_seg is not None and case.fixed_seg is not None:
+            warped = world_transform.apply(transform, case.moving_seg, case.fixed, "nearest")
+            overlaps[when] = dice(_tensor(warped), _tensor(case.fixed_seg))
+            metrics[f"dice_{when}"] = mean_score(overlaps[when])
+        if case.landmarks is not None:
+            fixed, moving = case.landmarks
+            metrics[f"tre_{when}_mm"] = float(np.linalg.norm(transform(fixed) - moving, axis=-1).mean())
+    return metrics, overlaps
+
+
+def _tensor(labels: Image) -> torch.Tensor:
+    return torch.from_numpy(labels.data.astype(np.int64))[None, None]
