@@ -49,7 +49,8 @@ def page_data(registration: Registration, spread: Image | None) -> dict[str, Any
 def _image(image: Image, shape: tuple[int, ...], scale: GreyScale) -> dict[str, Any]:
     """The image in grey levels on the display's grid."""
     values = resizing.resize(torch.from_numpy(image.data.astype(np.float32))[None, None], shape)[0, 0].numpy()
-    levels = np.interp(values, *zip(*scale.knots, strict=True))
+    intensities, greys = zip(*scale.knots, strict=True)
+    levels = np.interp(values, intensities, greys)
     return {
         **volume(np.rint(levels).astype(np.uint8)),
         "spacing": [*grid_over(image, shape).spacing, *[1.0] * (3 - image.dim)],
