@@ -12,11 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 TILE = 4096
 """Numbers that a program processes at a time."""
 PROGRAMS = 1024
 """Maximum number of parts of a sum: a few for each multiprocessor of a GPU."""
+
+
+@triton.jit
+def _tile(first, last, channels: constexpr, ROWS: constexpr, CHANNELS: constexpr):
+    """Offsets of the numbers of a tile of rows (rows, channels), and a mask of those before row `last`."""
+    row, channel = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, CHANNELS)[None, :]
+    return row.to(tl.int64) * channels + channel, (row < last) & (channel < channels)
 
 
 @triton.jit
@@ -26,16 +34,14 @@ def _add_bias(
     bias,
     out,
     rows,
-    channels: tl.constexpr,
-    OTHER: tl.constexpr,
-    RELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    channels: constexpr,
+    OTHER: constexpr,
+    RELU: constexpr,
+    ROWS: constexpr,
+    CHANNELS: constexpr,
 ):
     channel = tl.arange(0, CHANNELS)[None, :]
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    at = row.to(tl.int64) * channels + channel
-    valid = (row < rows) & (channel < channels)
+    at, valid = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     value = tl.load(features + at, mask=valid).to(tl.float32) + tl.load(bias + channel, mask=channel < channels)
     if OTHER:
         value += tl.load(other + at, mask=valid).to(tl.float32)
@@ -52,60 +58,45 @@ def _sum_gradient(
     sums,  # (programs, channels)
     rows,
     rows_per_program,
-    channels: tl.constexpr,
-    RELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    channels: constexpr,
+    RELU: constexpr,
+    ROWS: constexpr,
+    CHANNELS: constexpr,
 ):
     """Σ gradient, and with RELU the gradient before the ReLU, which is zero where the ReLU's result is."""
-    program = tl.program_id(0)
-    channel = tl.arange(0, CHANNELS)[None, :]
+    program, lane = tl.program_id(0), tl.arange(0, CHANNELS)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     for start in range(first, last, ROWS):
-        row = (start + tl.arange(0, ROWS))[:, None]
-        at = row.to(tl.int64) * channels + channel
-        valid = (row < last) & (channel < channels)
+        at, valid = _tile(start, last, channels, ROWS, CHANNELS)
         g = tl.load(gradient + at, mask=valid, other=0.0).to(tl.float32)
         if RELU:
             g = tl.where(tl.load(out + at, mask=valid, other=0.0) > 0, g, 0.0)
             tl.store(masked + at, g, mask=valid)
         total += g
-    lane = tl.arange(0, CHANNELS)
     tl.store(sums + program * channels + lane, tl.sum(total, 0), mask=lane < channels)
 
 
 @triton.jit
-def _statistics(
-    features,  # (rows, channels)
-    parts,  # (2, programs, channels): mean, and sum of squared distances from it
-    rows,
-    rows_per_program,
-    channels: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    channel = tl.arange(0, CHANNELS)[None, :]
+def _statistics(features, parts, rows, rows_per_program, channels: constexpr, ROWS: constexpr, CHANNELS: constexpr):
+    """features (rows, channels) → parts (2, programs, channels): mean, and sum of squared distances from it."""
+    program, lane = tl.program_id(0), tl.arange(0, CHANNELS)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     # Relative to a nearby value, squares lose no digits to the mean.
-    nearby = tl.load(features + first.to(tl.int64) * channels + channel, mask=channel < channels, other=0.0)
+    nearby = tl.load(features + first.to(tl.int64) * channels + lane, mask=lane < channels, other=0.0)[None, :]
     nearby = nearby.to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(first, last, ROWS):
-        row = (start + tl.arange(0, ROWS))[:, None]
-        at = row.to(tl.int64) * channels + channel
-        valid = (row < last) & (channel < channels)
+        at, valid = _tile(start, last, channels, ROWS, CHANNELS)
         value = tl.load(features + at, mask=valid, other=0.0).to(tl.float32)
         value = tl.where(valid, value - nearby, 0.0)
         total += value
         squares += value * value
     count = (last - first).to(tl.float32)
     mean = tl.sum(total, 0) / count
-    lane = tl.arange(0, CHANNELS)
     out = parts + program * channels + lane
     tl.store(out, tl.sum(nearby, 0) + mean, mask=lane < channels)
     spread = tl.sum(squares, 0) - count * mean * mean
@@ -121,11 +112,11 @@ def _merge_statistics(
     programs,
     rows,
     rows_per_program,
-    channels: tl.constexpr,
+    channels: constexpr,
     momentum,
     epsilon,
-    PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    PARTS: constexpr,
+    CHANNELS: constexpr,
 ):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     part = tl.arange(0, PARTS)
@@ -158,21 +149,12 @@ def _merge_statistics(
 
 @triton.jit
 def _normalize(
-    features,  # (rows, channels)
-    statistics,  # (2, channels): mean and 1 / deviation
-    weight,
-    bias,
-    out,  # (rows, channels)
-    rows,
-    channels: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    features, statistics, weight, bias, out, rows, channels: constexpr, ROWS: constexpr, CHANNELS: constexpr
 ):
+    """features (rows, channels) and statistics (2, channels): mean and 1 / deviation → out (rows, channels)."""
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = channel < channels
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    at = row.to(tl.int64) * channels + channel
-    valid = (row < rows) & inside
+    at, valid = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     mean = tl.load(statistics + channel, mask=inside)
     scale = tl.load(statistics + channels + channel, mask=inside) * tl.load(weight + channel, mask=inside)
     value = tl.load(features + at, mask=valid).to(tl.float32) - mean
@@ -181,33 +163,28 @@ def _normalize(
 
 @triton.jit
 def _sum_normalized_gradient(
-    gradient,  # (rows, channels)
-    features,  # (rows, channels)
+    gradient,  # (rows, channels), as `features`
+    features,
     statistics,  # (2, channels)
     sums,  # (2, programs, channels): Σ g, and Σ g·(x − mean) / deviation
     rows,
     rows_per_program,
-    channels: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    channels: constexpr,
+    ROWS: constexpr,
+    CHANNELS: constexpr,
 ):
-    program = tl.program_id(0)
-    channel = tl.arange(0, CHANNELS)[None, :]
-    inside = channel < channels
-    mean = tl.load(statistics + channel, mask=inside, other=0.0)
-    inverse = tl.load(statistics + channels + channel, mask=inside, other=0.0)
+    program, lane = tl.program_id(0), tl.arange(0, CHANNELS)
+    mean = tl.load(statistics + lane, mask=lane < channels, other=0.0)[None, :]
+    inverse = tl.load(statistics + channels + lane, mask=lane < channels, other=0.0)[None, :]
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     product = tl.zeros((ROWS, CHANNELS), tl.float32)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
     for start in range(first, last, ROWS):
-        row = (start + tl.arange(0, ROWS))[:, None]
-        at = row.to(tl.int64) * channels + channel
-        valid = (row < last) & inside
+        at, valid = _tile(start, last, channels, ROWS, CHANNELS)
         g = tl.load(gradient + at, mask=valid, other=0.0).to(tl.float32)
         total += g
         product += g * ((tl.load(features + at, mask=valid, other=0.0).to(tl.float32) - mean) * inverse)
-    lane = tl.arange(0, CHANNELS)
     out = sums + program * channels + lane
     tl.store(out, tl.sum(total, 0), mask=lane < channels)
     tl.store(out + tl.num_programs(0) * channels, tl.sum(product, 0), mask=lane < channels)
@@ -215,23 +192,21 @@ def _sum_normalized_gradient(
 
 @triton.jit
 def _normalize_backward(
-    gradient,  # (rows, channels)
-    features,  # (rows, channels)
-    statistics,  # (2, channels)
+    gradient,  # (rows, channels), as `features` and `out`
+    features,
+    statistics,  # (2, channels), as `sums`
     weight,
-    sums,  # (2, channels)
-    out,  # (rows, channels)
+    sums,
+    out,
     rows,
-    channels: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    channels: constexpr,
+    ROWS: constexpr,
+    CHANNELS: constexpr,
 ):
     """weight / deviation · (g − mean of g − z · mean of g·z), with z = (x − mean) / deviation."""
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = channel < channels
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    at = row.to(tl.int64) * channels + channel
-    valid = (row < rows) & inside
+    at, valid = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     inverse = tl.load(statistics + channels + channel, mask=inside)
     z = (tl.load(features + at, mask=valid).to(tl.float32) - tl.load(statistics + channel, mask=inside)) * inverse
     mean = tl.load(sums + channel, mask=inside) / rows
@@ -247,16 +222,18 @@ def tile(channels: int) -> dict[str, int]:
     return {"ROWS": max(1, TILE // width), "CHANNELS": width}
 
 
-def _tiles(features: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Number of voxels, number of channels, and the sides of a tile."""
+def _launch(features: Tensor) -> tuple[tuple[int], tuple[int, int], dict[str, int]]:
+    """One program per tile: the grid, the numbers of voxels and of channels, and the sides of a tile."""
     channels = features.shape[1]
-    return features.numel() // channels, channels, tile(channels)
+    rows, sides = features.numel() // channels, tile(channels)
+    return (triton.cdiv(rows, sides["ROWS"]),), (rows, channels), sides
 
 
-def _parts(rows: int, tile: dict[str, int]) -> tuple[int, int]:
-    """Number of programs that share the rows of a sum, and rows per program, in whole tiles."""
-    per_program = triton.cdiv(triton.cdiv(rows, tile["ROWS"]), PROGRAMS) * tile["ROWS"]
-    return triton.cdiv(rows, per_program), per_program
+def _launch_sum(features: Tensor) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
+    """At most PROGRAMS programs that share a sum: as `_launch`, with the rows per program, in whole tiles."""
+    (tiles,), (rows, channels), sides = _launch(features)
+    per_program = triton.cdiv(tiles, PROGRAMS) * sides["ROWS"]
+    return (triton.cdiv(rows, per_program),), (rows, per_program, channels), sides
 
 
 def _channels_last(gradient: Tensor) -> Tensor:
@@ -272,12 +249,11 @@ def add_bias(features: Tensor, bias: Tensor, *, other: Tensor | None = None, rel
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, bias: Tensor, other: Tensor | None, relu: bool) -> Tensor:
-        rows, channels, tile = _tiles(features)
+        grid, sizes, sides = _launch(features)
         out = torch.empty_like(features)
-        programs = (triton.cdiv(rows, tile["ROWS"]),)
-        with_other = features if other is None else other
-        _add_bias[programs](features, with_other, bias, out, rows, channels, OTHER=other is not None, RELU=relu, **tile)
         ctx.other = other is not None
+        tensors = (features, features if other is None else other, bias, out)
+        _add_bias[grid](*tensors, *sizes, OTHER=ctx.other, RELU=relu, **sides)
         if relu:
             ctx.save_for_backward(out)
         return out
@@ -290,14 +266,10 @@ class _AddBias(torch.autograd.Function):
 
 def _gradients(gradient: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradient before a ReLU with the result `out`, if there was one, and that of the bias."""
-    rows, channels, tile = _tiles(gradient)
-    programs, rows_per_program = _parts(rows, tile)
-    sums = gradient.new_empty(programs, channels, dtype=torch.float32)
-    masked = gradient if out is None else torch.empty_like(gradient)
-    _sum_gradient[(programs,)](
-        gradient, gradient if out is None else out, masked, sums, rows, rows_per_program, channels,
-        RELU=out is not None, **tile,
-    )  # fmt: skip
+    grid, sizes, sides = _launch_sum(gradient)
+    sums = gradient.new_empty(*grid, gradient.shape[1], dtype=torch.float32)
+    masked, result = (gradient, gradient) if out is None else (torch.empty_like(gradient), out)
+    _sum_gradient[grid](gradient, result, masked, sums, *sizes, RELU=out is not None, **sides)
     return masked, sums.sum(dim=0)
 
 
@@ -315,17 +287,17 @@ def batch_norm(features: Tensor, norm: Any) -> Tensor:
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
-        rows, channels, tile = _tiles(features)
-        programs, rows_per_program = _parts(rows, tile)
+        (programs,), (rows, per_program, channels), sides = _launch_sum(features)
         parts = features.new_empty(2, programs, channels, dtype=torch.float32)
-        _statistics[(programs,)](features, parts, rows, rows_per_program, channels, **tile)
+        _statistics[(programs,)](features, parts, rows, per_program, channels, **sides)
         statistics = torch.empty_like(parts[:, 0])
         norm.num_batches_tracked += 1
         running = (norm.running_mean, norm.running_var)
-        sizes = (programs, rows, rows_per_program, channels, norm.momentum, norm.eps)
-        _merge_statistics[(triton.cdiv(channels, 16),)](parts, statistics, *running, *sizes, PARTS=128, CHANNELS=16)
+        numbers = (programs, rows, per_program, channels, norm.momentum, norm.eps)
+        _merge_statistics[(triton.cdiv(channels, 16),)](parts, statistics, *running, *numbers, PARTS=128, CHANNELS=16)
+        grid, sizes, _ = _launch(features)
         out = torch.empty_like(features)
-        _normalize[(triton.cdiv(rows, tile["ROWS"]),)](features, statistics, weight, bias, out, rows, channels, **tile)
+        _normalize[grid](features, statistics, weight, bias, out, *sizes, **sides)
         ctx.save_for_backward(features, weight, statistics)
         return out
 
@@ -333,15 +305,10 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         features, weight, statistics = ctx.saved_tensors
         gradient = _channels_last(gradients[0])
-        rows, channels, tile = _tiles(features)
-        programs, rows_per_program = _parts(rows, tile)
-        parts = features.new_empty(2, programs, channels, dtype=torch.float32)
-        _sum_normalized_gradient[(programs,)](
-            gradient, features, statistics, parts, rows, rows_per_program, channels, **tile
-        )
-        sums = parts.sum(dim=1)
-        out = torch.empty_like(features)
-        _normalize_backward[(triton.cdiv(rows, tile["ROWS"]),)](
-            gradient, features, statistics, weight, sums, out, rows, channels, **tile
-        )
+        grid, sizes, sides = _launch_sum(features)
+        parts = features.new_empty(2, *grid, features.shape[1], dtype=torch.float32)
+        _sum_normalized_gradient[grid](gradient, features, statistics, parts, *sizes, **sides)
+        sums, out = parts.sum(dim=1), torch.empty_like(features)
+        grid, (rows, channels), _ = _launch(features)
+        _normalize_backward[grid](gradient, features, statistics, weight, sums, out, rows, channels, **sides)
         return out, sums[1], sums[0], None

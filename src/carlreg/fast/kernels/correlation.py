@@ -9,27 +9,34 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 BLOCK = 1024
 """Voxels that a program processes."""
 
 
 @triton.jit
-def _products(
-    first,  # (images, voxels), as `second`
-    second,
-    centres,  # (2, images)
-    moments,  # (5, images, voxels): a, a², a·b, b, b² of the images a and b measured from their centres
-    voxels,
-    BLOCK: tl.constexpr,
-):
-    image, images = tl.program_id(1), tl.num_programs(1)
+def _voxels(voxels, BLOCK: constexpr):
+    """Offsets of a program's voxels in (images, voxels), a mask of those that exist, and the distance between parts of
+    (parts, images, voxels)."""
+    image, images = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     voxel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = voxel < voxels
-    at = image.to(tl.int64) * voxels + voxel
+    return image * voxels + voxel, voxel < voxels, images * voxels
+
+
+@triton.jit
+def _centred(first, second, centres, at, mask):
+    """Both images, (images, voxels), measured from their centres, (2, images)."""
+    image, images = tl.program_id(1), tl.num_programs(1)
     a = tl.load(first + at, mask=mask) - tl.load(centres + image)
-    b = tl.load(second + at, mask=mask) - tl.load(centres + images + image)
-    step = images.to(tl.int64) * voxels
+    return a, tl.load(second + at, mask=mask) - tl.load(centres + images + image)
+
+
+@triton.jit
+def _products(first, second, centres, moments, voxels, BLOCK: constexpr):
+    """moments (5, images, voxels): a, a², a·b, b, b² of the images a and b measured from their centres."""
+    at, mask, step = _voxels(voxels, BLOCK)
+    a, b = _centred(first, second, centres, at, mask)
     tl.store(moments + at, a, mask=mask)
     tl.store(moments + at + step, a * a, mask=mask)
     tl.store(moments + at + 2 * step, a * b, mask=mask)
@@ -51,21 +58,18 @@ def _correlate(
     out,  # (images, voxels), or for BACKWARD (3 or 5, images, voxels)
     voxels,
     epsilon,
-    BACKWARD: tl.constexpr,
-    SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BACKWARD: constexpr,
+    SECOND: constexpr,
+    BLOCK: constexpr,
 ):
+    at, mask, step = _voxels(voxels, BLOCK)
     image, images = tl.program_id(1), tl.num_programs(1)
-    voxel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = voxel < voxels
-    at = image.to(tl.int64) * voxels + voxel
-    step = images.to(tl.int64) * voxels
     a, aa = tl.load(moments + at, mask=mask, other=0.0), tl.load(moments + at + step, mask=mask, other=0.0)
     ab = tl.load(moments + at + 2 * step, mask=mask, other=0.0)
     b = tl.load(moments + at + 3 * step, mask=mask, other=0.0)
     bb = tl.load(moments + at + 4 * step, mask=mask, other=0.0)
     ca, cb = tl.load(centres + image), tl.load(centres + images + image)
-    full = tl.load(inside + voxel, mask=mask, other=1.0)
+    full = tl.load(inside + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), mask=mask, other=1.0)
     variance_a, variance_b = _covariance(aa, a, a, ca, ca, full), _covariance(bb, b, b, cb, cb, full)
     safe_a, safe_b = tl.maximum(variance_a, 0.0) + epsilon, tl.maximum(variance_b, 0.0) + epsilon
     scale = 1 / tl.sqrt(safe_a * safe_b)
@@ -88,23 +92,11 @@ def _correlate(
 
 @triton.jit
 def _products_backward(
-    first,  # (images, voxels), as `second`
-    second,
-    centres,  # (2, images)
-    gradient,  # (3 or 5, images, voxels)
-    by_first,  # (images, voxels), as `by_second`
-    by_second,
-    voxels,
-    SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    first, second, centres, gradient, by_first, by_second, voxels, SECOND: constexpr, BLOCK: constexpr
 ):
-    image, images = tl.program_id(1), tl.num_programs(1)
-    voxel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = voxel < voxels
-    at = image.to(tl.int64) * voxels + voxel
-    step = images.to(tl.int64) * voxels
-    a = tl.load(first + at, mask=mask) - tl.load(centres + image)
-    b = tl.load(second + at, mask=mask) - tl.load(centres + images + image)
+    """The gradient of `_products`, from that of its first 3 or all 5 moments."""
+    at, mask, step = _voxels(voxels, BLOCK)
+    a, b = _centred(first, second, centres, at, mask)
     by_ab = tl.load(gradient + at + 2 * step, mask=mask)
     by_a, by_aa = tl.load(gradient + at, mask=mask), tl.load(gradient + at + step, mask=mask)
     tl.store(by_first + at, by_a + 2 * a * by_aa + b * by_ab, mask=mask)
