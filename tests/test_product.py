@@ -465,6 +465,25 @@ def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None
     assert np.abs(given.transform(points) - points).max() > 0.5 * min(image.spacing)
 
 
+def test_two_chests_are_seen_from_the_density_of_air(tmp_path: Path) -> None:
+    """A window of soft tissue would leave nothing of the lungs."""
+    rng, radius = np.random.default_rng(0), np.linalg.norm(np.indices((40, 40, 40)) - 19.5, axis=0)
+    trunk = np.where(radius < 19, 40, -1000) + rng.normal(0, 5, radius.shape)
+    chest = np.where(radius < 12, -800 + 30 * np.sin(radius), trunk)
+    skin = np.where(abs(radius - 19) < 0.5, -700, trunk)
+    spacing = np.diag([4.0, 4.0, 4.0, 1.0])
+    lungs, belly = (from_array(data.astype(np.int16), spacing) for data in (chest, skin))
+    path = tmp_path / "abdomen.safetensors"
+    save(gradicon(3, 2, **SMALL), path, metadata={"grid": "40 40 40", "ct_range": "-125 275"})
+
+    def notes(fixed: Image, moving: Image) -> list[str]:
+        return [one.intensity_note for one in prepare_pair(fixed, moving, load_model(path, "cpu"), torch.device("cpu"))]
+
+    assert notes(lungs, lungs) == ["CT; -1000…275 HU scaled to 0…1"] * 2
+    for pair in ((lungs, belly), (belly, lungs), (belly, belly)):  # both in one scale
+        assert notes(*pair) == ["CT; -125…275 HU scaled to 0…1"] * 2
+
+
 def test_a_model_gets_the_hounsfield_units_it_was_trained_with(tmp_path: Path) -> None:
     """`ct_range` in a model's file applies to CT only."""
     rng = np.random.default_rng(0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.errors import InputError
@@ -27,6 +28,8 @@ FOREGROUND = 0.05
 FULL, MARGIN = 2 / 3, 0.05
 """An axis is cropped if the foreground covers less than `FULL` of it; then `MARGIN` of the grid stays free at each
 end."""
+LUNG = 0.08
+"""In CT of chests, this share of the body is lung, or more."""
 FILLED = 0.85
 """If the usual voxel size does not fit, choose one so that the wider scan spans this fraction of the grid."""
 
@@ -131,6 +134,17 @@ def ct_pair(fixed: Image, moving: Image) -> tuple[tuple[bool, bool], tuple[str, 
     how = "it is treated as CT as well" if both else "it is scaled by its own percentiles"
     warning = f"only one of the images looks like CT by its values, the {name} image does not: {how}"
     return (True, True) if both else alone, (warning,)
+
+
+def shows_lungs(image: Image) -> bool:
+    """Whether at least `LUNG` of the body in a CT is lung, in blocks of about 8 mm: most of a block between −950 and
+    −500 HU. Skin, the couch and gas in the bowel are thinner."""
+    data = torch.from_numpy(np.ascontiguousarray(image.data, np.float32))[None, None]
+    pool = F.avg_pool2d if image.dim == 2 else F.avg_pool3d
+    block = [min(max(1, round(8 / mm)), side) for mm, side in zip(image.spacing, image.shape, strict=True)]
+    lung = pool(((data > -950) & (data < -500)).float(), block) > 0.75
+    body = lung | (pool(data, block) > -500)
+    return bool(lung.sum() >= LUNG * body.sum().clamp(min=1))
 
 
 def mask_voxels(mask: Image, image: Image) -> npt.NDArray[np.bool_]:
@@ -279,7 +293,8 @@ def prepare_pair(
 
     A model whose file names a `voxel` gets both images with the same cubic voxels around the foreground of each: a
     rotation between the images is then a rotation of the grid, too. All other models get each image stretched to their
-    grid. If the foreground of either image covers less than two thirds of an axis, both are first cropped to their
+    grid. CT of two chests is seen from −1000 HU, whatever the model's window, so that lungs have a structure. If the
+    foreground of either image covers less than two thirds of an axis, both are first cropped to their
     foreground along it, unless the model keeps margins; `aligned` images, of which one was resampled to the grid of the
     other, are cropped alike, so that the identity between them stays the identity.
     """
@@ -287,6 +302,8 @@ def prepare_pair(
         prepare = model.prepare
         return PreparedPair(_custom(prepare, fixed, fixed_mask, device), _custom(prepare, moving, moving_mask, device))
     ct, warnings = ct_pair(fixed, moving)
+    if all(ct) and model.ct_range[0] > CT_RANGE[0] and shows_lungs(fixed) and shows_lungs(moving):
+        model = replace(model, ct_range=(CT_RANGE[0], model.ct_range[1]))  # where the model's window is black
     scans = [_Scan.of(fixed, fixed_mask, model, ct[0]), _Scan.of(moving, moving_mask, model, ct[1])]
     frames, note = _frames(scans, model, aligned)
     f, m = (scan.prepared(frame, model.grid, note, device) for scan, frame in zip(scans, frames, strict=True))
