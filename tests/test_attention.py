@@ -11,7 +11,7 @@ from torch import Tensor
 from carlreg import coordinate_attention
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.transforms import Affine
-from carlreg.model.attention import chunked
+from carlreg.model import attention
 
 LINEAR_MEMORY = ["chunked", "fused"]
 
@@ -24,7 +24,7 @@ def features(batch: int, queries: int, keys: int, width: int = 16, length: float
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use blocks small enough that every test crosses their borders."""
-    monkeypatch.setattr(chunked, "BLOCK", 17)
+    monkeypatch.setattr(attention, "BLOCK", 17)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", *LINEAR_MEMORY])

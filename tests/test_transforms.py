@@ -331,7 +331,7 @@ def test_wrong_dimensions_are_named() -> None:
         random_affine(2)(torch.rand(2, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"use phi\[0:1\] for one item"):
         field[0]
-    with pytest.raises(ValueError, match="batch size 3 but the image has 2"):
+    with pytest.raises(ValueError, match=r"points have shape \(3, 5, 1\) but the image has batch size 2"):
         interpolate(torch.rand(2, 1, 4), torch.rand(3, 5, 1))
 
 

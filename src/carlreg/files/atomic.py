@@ -19,8 +19,7 @@ from pathlib import Path
 from carlreg.errors import CarlError, ExistsError, OutputError
 
 PathLike = str | os.PathLike[str]
-SUFFIX = ".carl-tmp"
-"""The end of every staging folder's name; nothing else is ever swept."""
+SUFFIX = ".carl-tmp"  # ends every staging folder's name; nothing else is ever swept
 FILES, NEW, OLD, GONE = "files", "new", "old", "gone"
 """The name that `write_together` stages under, and its folders: the new files, the old ones, and once all are there."""
 STAGED = re.compile(r"[/\\]\.[^/\\]*\.[0-9a-f]{8}\.carl-tmp(?:[/\\](?:new|old))?(?=[/\\])")

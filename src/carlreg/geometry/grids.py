@@ -91,12 +91,8 @@ def interpolate(
 
     A batch of one is repeated to fit the other. `outside` continues the image by its border or by zeros.
     """
-    dim = image.dim() - 2
-    if points.shape[-1] != dim:
-        raise InputError(f"points have {points.shape[-1]} coordinates but the image has {dim} spatial axes")
-    batch = max(image.shape[0], points.shape[0])
-    if {image.shape[0], points.shape[0]} - {1, batch}:
-        raise InputError(f"points have batch size {points.shape[0]} but the image has {image.shape[0]}")
+    dim, batch = image.dim() - 2, max(image.shape[0], points.shape[0])
+    check_points(points, dim, len(image), "image")
     if mode not in ("linear", "nearest"):
         raise InputError(f"unknown mode {mode!r}; expected 'linear' or 'nearest'")
     if outside not in ("border", "zeros"):
@@ -115,6 +111,15 @@ def interpolate(
     deterministic = image.is_cuda and torch.are_deterministic_algorithms_enabled()
     method = _sample_by_index if deterministic else _grid_sample
     return method(image, points, mode, outside).reshape(batch, image.shape[1], *leading).to(dtype)
+
+
+def check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
+    """Require points (B, ..., D) for an image or a transform of this dimension and batch size."""
+    if points.shape[-1] != dim:
+        raise InputError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
+    if points.dim() < 2 or (len(points) != batch and 1 not in (len(points), batch)):
+        found = f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}"
+        raise InputError(f"{found}; expected ({batch}, ..., {dim}): add the batch axis with points[None]")
 
 
 def _grid_sample(image: Tensor, points: Tensor, mode: Interpolation, outside: Outside) -> Tensor:

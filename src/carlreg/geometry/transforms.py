@@ -18,7 +18,7 @@ from torch import Tensor
 from carlreg import fast
 from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
-from carlreg.geometry.grids import Interpolation, Outside, interpolate, voxel_points
+from carlreg.geometry.grids import Interpolation, Outside, check_points, interpolate, voxel_points
 
 Extrapolation = Literal["clamp", "mirror"]
 Self = TypeVar("Self", bound="Transform")
@@ -97,7 +97,7 @@ class Affine(Transform):
     @full_precision
     def __call__(self, points: Tensor) -> Tensor:
         dim = self.matrix.shape[1]
-        _check_points(points, dim, len(self.matrix), "affine map")
+        check_points(points, dim, len(self.matrix), "affine map")
         dtype = torch.promote_types(points.dtype, self.matrix.dtype)
         flat = points.reshape(points.shape[0], -1, dim).to(dtype)
         moved = flat @ self.linear.to(dtype).mT + self.shift[:, None].to(dtype)
@@ -128,7 +128,7 @@ class Scaling(Transform):
     shift: Tensor  # (B, D)
 
     def __call__(self, points: Tensor) -> Tensor:
-        _check_points(points, self.scale.shape[1], len(self.scale), "scaling")
+        check_points(points, self.scale.shape[1], len(self.scale), "scaling")
         shape = (len(self.scale), *(1,) * (points.dim() - 2), -1)
         return torch.addcmul(self.shift.reshape(shape), points, self.scale.reshape(shape))
 
@@ -155,7 +155,7 @@ class DisplacementField(Transform):
             raise InputError(f"unknown extrapolation {self.extrapolate!r}; expected 'clamp' or 'mirror'")
 
     def __call__(self, points: Tensor) -> Tensor:
-        _check_points(points, self.displacement.shape[1], len(self.displacement), "field")
+        check_points(points, self.displacement.shape[1], len(self.displacement), "field")
         moved = fast.sample(self.displacement, points, mirror=self.extrapolate == "mirror", add=True)
         if moved is not None:
             return moved
@@ -224,13 +224,3 @@ def warp(
     >>> warped = warp(moving, phi, like=fixed)
     """
     return interpolate(image, transform.on_grid_of(like), mode=mode, outside=outside)
-
-
-def _check_points(points: Tensor, dim: int, batch: int, what: str) -> None:
-    if points.shape[-1] != dim:
-        raise InputError(f"points have {points.shape[-1]} coordinates but the {what} has {dim} spatial axes")
-    if points.dim() < 2 or (len(points) != batch and 1 not in (len(points), batch)):
-        expected = f"({batch}, ..., {dim}): add the batch axis with points[None]"
-        raise InputError(
-            f"points have shape {tuple(points.shape)} but the {what} has batch size {batch}; expected {expected}"
-        )

@@ -35,18 +35,12 @@ class LoadedModel:
     grid: tuple[int, ...] | None
     """The grid it was trained on, if its file states one. Images with wide margins are cropped to their foreground, and
     stretched to the grid unless there is a `voxel`."""
-    provenance: dict[str, Any]
-    """Name, checksum and licence, for the report."""
-    ct_range: tuple[float, float] = CT_RANGE
-    """Hounsfield units that become 0 and 1."""
-    voxel: float | None = None
-    """The side of the cubic voxels that it was trained with, in millimetres, if images are not to be stretched."""
-    searches_rotation: bool = False
-    """Whether to search for a rotation between the images first."""
-    keeps_margins: bool = False
-    """Whether margins are kept, however wide: networks of the paper's authors were trained with them."""
-    prepare: Prepare | None = None
-    """How images are prepared instead of as described above, for example as the paper prepares one of its datasets."""
+    provenance: dict[str, Any]  # name, checksum and licence, for the report
+    ct_range: tuple[float, float] = CT_RANGE  # Hounsfield units that become 0 and 1
+    voxel: float | None = None  # side in mm of the cubic voxels it was trained with, if images are not to be stretched
+    searches_rotation: bool = False  # whether to search for a rotation between the images first
+    keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
+    prepare: Prepare | None = None  # instead of as described above, such as the paper prepares one of its datasets
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
