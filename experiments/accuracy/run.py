@@ -29,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from carlreg.evaluation.api import Evaluation
+from carlreg.evaluation.api import Evaluation, box_plot
 from carlreg.evaluation.baselines import BASELINES, cached
-from carlreg.evaluation.figures import box_plot
 from carlreg.evaluation.scores import FIGURES, Scores, score
 from carlreg.evaluation.sources import Method, Result, identity, in_folder
 from carlreg.files import world_transform

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carlreg.evaluation.figures import box_plot
 from carlreg.evaluation.scores import FIGURES, Scores, score
 from carlreg.evaluation.sources import Method, image_files
 from carlreg.evaluation.statistics import Comparison, compare, mean, or_none
@@ -61,20 +61,18 @@ class Evaluation:
 
     def compare(self, first: str, second: str, figure: str = "dice") -> Comparison | None:
         """The first method minus the second on the pairs that both have, if there are any."""
-        of_first, of_second = ({one.pair: one.figures[figure] for one in self.of(name)} for name in (first, second))
-        return compare((first, of_first), (second, of_second), figure, higher_is_better=figure == "dice")
+        values = {one.pair: one.figures[figure] for one in self.of(second)}
+        differences = (one.figures[figure] - values[one.pair] for one in self.of(first) if one.pair in values)
+        return compare(first, second, figure, differences)
 
     def comparisons(self) -> list[Comparison]:
         """Every later method against every earlier one, in Dice and in landmark error."""
-        rows = [
-            self.compare(later, earlier, figure)
-            for figure in ("dice", "tre_mm")
-            for number, earlier in enumerate(self.methods)
-            for later in self.methods[number + 1 :]
-        ]
+        pairs = list(itertools.combinations(self.methods, 2))
+        rows = [self.compare(b, a, figure) for figure in ("dice", "tre_mm") for a, b in pairs]
         return [row for row in rows if row is not None]
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
         return {
             "methods": {method: self._summary(method) for method in self.methods},
             "comparisons": [asdict(row) for row in self.comparisons()],
@@ -86,9 +84,7 @@ class Evaluation:
             "pairs": len(self.of(method)),
             "failed": sum(bool(scores.failures) for scores in self.of(method)),
             **{key: or_none(value) for key, value in self.means(method).items()},
-            "dice_per_label": {
-                self.label_name(label): or_none(mean(self.dice_of(method, label))) for label in self.labels
-            },
+            "dice_per_label": {self.label_name(n): or_none(mean(self.dice_of(method, n))) for n in self.labels},
         }
 
     def to_csv(self) -> str:
@@ -138,10 +134,38 @@ def evaluate(
         measured = set()
         for pair in pairs:
             if image_files(pair) in measured:
-                scores = Scores(name, pair.name, failures=["the pair is listed twice; expected each once"])
+                results.append(Scores(name, pair.name, failures=["the pair is listed twice; expected each once"]))
             else:
-                scores = score(pair, method, name=name, labels=labels, partial=partial, dataset=dataset)
+                results.append(score(pair, method, name=name, labels=labels, partial=partial, dataset=dataset))
             measured.add(image_files(pair))
-            results.append(scores)
-            done(scores)
+            done(results[-1])
     return Evaluation(results, names or {})
+
+
+def box_plot(evaluation: Evaluation) -> bytes:
+    """Dice per structure, a box for each method, as in the paper's appendix: a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    labels, count = evaluation.labels, len(evaluation.methods)
+    width = 2 + 0.35 * len(labels) * (count + 0.5)
+    figure = Figure(figsize=(min(max(width, 7), 14), 4), layout="constrained")
+    axes = figure.subplots()
+    for number, method in enumerate(evaluation.methods):
+        boxes = axes.boxplot(
+            [evaluation.dice_of(method, label) for label in labels],
+            positions=[group * (count + 1) + number for group in range(len(labels))],
+            widths=0.8,
+            patch_artist=True,
+            medianprops={"color": "black"},
+            flierprops={"markersize": 3},
+        )
+        for box in boxes["boxes"]:
+            box.set_facecolor(f"C{number}")
+        axes.plot([], [], "s", color=f"C{number}", label=method)
+    centres = [group * (count + 1) + (count - 1) / 2 for group in range(len(labels))]
+    axes.set_xticks(centres, [evaluation.label_name(label) for label in labels], rotation=45, ha="right")
+    axes.set(ylabel="Dice", ylim=(0, 1))
+    figure.legend(loc="outside upper center", ncols=3)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

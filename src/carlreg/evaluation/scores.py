@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from carlreg.errors import InputError, user_message
 from carlreg.evaluation.sources import Method, Result, WorldMap
 from carlreg.evaluation.statistics import or_none
 from carlreg.files import images, world_transform
 from carlreg.files.images import Image, Matrix, check_same_grid, map_points
-from carlreg.files.tables import Pair
+from carlreg.files.tables import SIDES, Pair
 from carlreg.files.world_transform import WorldTransform
 from carlreg.objective.metrics import dice, hd95, mean_score
 from carlreg.paper_data.dataset import PLAIN, Dataset
@@ -66,8 +65,8 @@ class Scores:
             "method": self.method,
             "pair": self.pair,
             **{key: or_none(value) for key, value in self.figures.items()},
-            "dice_per_label": {str(label): or_none(score) for label, score in self.dice.items()},
-            "hd95_mm_per_label": {str(label): or_none(score) for label, score in self.hd95_mm.items()},
+            "dice_per_label": {str(label): or_none(value) for label, value in self.dice.items()},
+            "hd95_mm_per_label": {str(label): or_none(value) for label, value in self.hd95_mm.items()},
             "tre_mm_per_landmark": [or_none(error) for error in self.tre_mm],
             "failures": self.failures,
         }
@@ -94,14 +93,18 @@ def score(
         if fixed.dim != moving.dim:
             raise InputError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
         result = method(pair, fixed, moving)
-        dense = _dense(result.transform, fixed)
+        dense = result.transform
+        if not isinstance(dense, WorldTransform):  # anything but affine maps and one field is sampled
+            dense = world_transform.sample(dense, fixed, np.eye(fixed.dim + 1))
         scores.figures |= {"seconds": result.seconds, "peak_gib": result.peak_gib}
         with scores.noting_failures():
-            _score_labels(scores, pair, fixed, moving, dense, labels, partial)
+            _score_labels(scores, pair, (fixed, moving), dense, labels, partial)
         with scores.noting_failures():
-            _score_landmarks(scores, pair, fixed, moving, result.transform, dataset)
+            _score_landmarks(scores, pair, (fixed, moving), result.transform, dataset)
         with scores.noting_failures():
-            _score_determinants(scores, dense, fixed)
+            determinants = world_transform.jacobian_determinant(dense, fixed)
+            scores.figures["folds_percent"] = world_transform.folds_percent(determinants)
+            scores.figures["sd_log_jacobian"] = world_transform.sd_log_jacobian(determinants)
         with scores.noting_failures("inverse consistency: "):
             scores.figures["inverse_consistency_mm"] = _inverse_consistency(result, fixed, moving)
     return scores
@@ -110,8 +113,7 @@ def score(
 def _score_labels(
     scores: Scores,
     pair: Pair,
-    fixed: Image,
-    moving: Image,
+    scans: tuple[Image, Image],
     transform: WorldTransform,
     labels: Sequence[int] | None,
     partial: bool,
@@ -119,35 +121,41 @@ def _score_labels(
     files = _both("labels", pair.fixed_seg, pair.moving_seg)
     if files is None:
         return
-    fixed_map, moving_map = (images.read_labels(path) for path in files)
-    check_same_grid(fixed_map, fixed, "labels")
-    check_same_grid(moving_map, moving, "labels")
-    present = {"fixed": _labels_in(fixed_map), "moving": _labels_in(moving_map)}
-    wanted = sorted(present["fixed"] | present["moving"]) if labels is None else list(labels)
-    for label in wanted:
-        missing = [side for side in present if label not in present[side]]
-        if missing and not partial:
-            scores.failures.append(f"label {label} is missing from the {' and the '.join(missing)} labels")
-    common = [label for label in wanted if label in present["fixed"] and label in present["moving"]]
-    warped = _label_tensor(world_transform.apply(transform, moving_map, fixed_map, "nearest"))
-    target = _label_tensor(fixed_map)
+    maps = dict(zip(SIDES, (images.read_labels(path) for path in files), strict=True))
+    for map_, scan in zip(maps.values(), scans, strict=True):
+        check_same_grid(map_, scan, "labels")
+    present = {side: set(np.unique(map_.data).tolist()) - {0} for side, map_ in maps.items()}
+    wanted = sorted(set().union(*present.values())) if labels is None else list(labels)
+    missing = {label: [side for side in SIDES if label not in present[side]] for label in wanted}
+    if not partial:
+        lists = {label: " and the ".join(sides) for label, sides in missing.items() if sides}
+        scores.failures += [f"label {label} is missing from the {sides} labels" for label, sides in lists.items()]
+    common = [label for label in wanted if not missing[label]]
+    moved = world_transform.apply(transform, maps["moving"], maps["fixed"], "nearest")
+    warped, target = (torch.from_numpy(map_.data.astype(np.int32))[None, None] for map_ in (moved, maps["fixed"]))
     scores.dice = dice(warped, target, common)
-    scores.hd95_mm = {label: hd95(warped, target, label, spacing=fixed_map.spacing) for label in common}
+    scores.hd95_mm = {label: hd95(warped, target, label, spacing=maps["fixed"].spacing) for label in common}
     scores.figures |= {"dice": mean_score(scores.dice), "hd95_mm": mean_score(scores.hd95_mm)}
 
 
 def _score_landmarks(
-    scores: Scores, pair: Pair, fixed: Image, moving: Image, transform: WorldMap, dataset: Dataset
+    scores: Scores, pair: Pair, scans: tuple[Image, Image], transform: WorldMap, dataset: Dataset
 ) -> None:
     files = _both("landmarks", pair.fixed_landmarks, pair.moving_landmarks)
     if files is None:
         return
-    of_fixed, of_moving = dataset.read_landmarks(files[0], fixed), dataset.read_landmarks(files[1], moving)
+    of_fixed, of_moving = (dataset.read_landmarks(file, scan) for file, scan in zip(files, scans, strict=True))
     if len(of_fixed) != len(of_moving):
         counts = f"{len(of_fixed)} fixed and {len(of_moving)} moving landmarks"
         raise InputError(f"there are {counts}; expected the same number, in the same order")
-    _check_inside("fixed", of_fixed, fixed)
-    _check_inside("moving", of_moving, moving)
+    for side, points, scan in zip(SIDES, (of_fixed, of_moving), scans, strict=True):
+        outside = np.flatnonzero(~_inside(points, scan))
+        if len(outside):
+            position = ", ".join(f"{x:.1f}" for x in points[outside[0]])
+            raise InputError(
+                f"{len(outside)} {side} landmarks lie outside the image, the first of them (number {outside[0] + 1}) "
+                f"at ({position}) mm; expected LPS millimetres"
+            )
     errors = np.linalg.norm(transform(of_fixed) - of_moving, axis=-1)
     scores.tre_mm = [float(error) for error in errors]
     scores.figures["tre_mm"] = float(errors.mean())
@@ -163,26 +171,10 @@ def _both(what: str, fixed: Path | None, moving: Path | None) -> tuple[Path, Pat
     return fixed, moving
 
 
-def _check_inside(side: str, points: Matrix, image: Image) -> None:
-    outside = ~_inside(points, image)
-    if outside.any():
-        first = int(np.flatnonzero(outside)[0])
-        raise InputError(
-            f"{int(outside.sum())} {side} landmarks lie outside the image, the first of them (number {first + 1}) at "
-            f"({', '.join(f'{x:.1f}' for x in points[first])}) mm; expected LPS millimetres"
-        )
-
-
 def _inside(points: Matrix, image: Image) -> npt.NDArray[np.bool_]:
     """Which points (N, D) lie in a voxel of the image."""
     index = map_points(np.linalg.inv(image.affine), points)
     return np.asarray(((index >= -0.5) & (index <= np.array(image.shape) - 0.5)).all(axis=-1))
-
-
-def _score_determinants(scores: Scores, transform: WorldTransform, fixed: Image) -> None:
-    determinants = world_transform.jacobian_determinant(transform, fixed)
-    scores.figures["folds_percent"] = world_transform.folds_percent(determinants)
-    scores.figures["sd_log_jacobian"] = world_transform.sd_log_jacobian(determinants)
 
 
 def _inverse_consistency(result: Result, fixed: Image, moving: Image) -> float:
@@ -198,18 +190,3 @@ def _inverse_consistency(result: Result, fixed: Image, moving: Image) -> float:
     if not inside.any():
         return math.nan
     return float(np.linalg.norm(result.inverse(moved[inside]) - points[inside], axis=-1).mean())
-
-
-def _dense(transform: WorldMap, fixed: Image) -> WorldTransform:
-    """Anything but affine maps and one field is sampled on the fixed grid."""
-    if isinstance(transform, WorldTransform):
-        return transform
-    return world_transform.sample(transform, fixed, np.eye(fixed.dim + 1))
-
-
-def _labels_in(labels: Image) -> set[int]:
-    return set(np.unique(labels.data).tolist()) - {0}
-
-
-def _label_tensor(labels: Image) -> Tensor:
-    return torch.from_numpy(labels.data.astype(np.int32))[None, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,24 +27,16 @@ class Comparison:
     """The number of pairs on which the first method is better."""
 
 
-def compare(
-    first: tuple[str, Mapping[str, float]],
-    second: tuple[str, Mapping[str, float]],
-    figure: str,
-    *,
-    higher_is_better: bool,
-) -> Comparison | None:
-    """Compare two methods, each its name and the figure of each pair; None if they have no pair in common."""
-    common = [pair for pair in first[1] if pair in second[1]]
-    differences = np.array([first[1][pair] - second[1][pair] for pair in common])
-    differences = differences[np.isfinite(differences)]
-    if not len(differences):
+def compare(first: str, second: str, figure: str, differences: Iterable[float]) -> Comparison | None:
+    """Compare two methods by their differences on common pairs; None if there are none. NaN is left out."""
+    finite = np.array([value for value in differences if math.isfinite(value)])
+    if not len(finite):
         return None
-    means = np.random.default_rng(0).choice(differences, (10_000, len(differences))).mean(axis=1)
+    means = np.random.default_rng(0).choice(finite, (10_000, len(finite))).mean(axis=1)
     low, high = (float(x) for x in np.percentile(means, [2.5, 97.5]))
-    won = int(((differences > 0) if higher_is_better else (differences < 0)).sum())
-    mean_difference, p = float(differences.mean()), sign_flip_test(differences)
-    return Comparison(first[0], second[0], figure, len(differences), mean_difference, (low, high), p, won)
+    won = int((finite > 0 if figure == "dice" else finite < 0).sum())
+    mean_difference, p = float(finite.mean()), sign_flip_test(finite)
+    return Comparison(first, second, figure, len(finite), mean_difference, (low, high), p, won)
 
 
 def sign_flip_test(differences: np.ndarray[Any, Any]) -> float:
@@ -59,7 +51,7 @@ def sign_flip_test(differences: np.ndarray[Any, Any]) -> float:
     return float((means >= abs(differences.mean()) - 1e-12).mean())
 
 
-def mean(values: Sequence[float]) -> float:
+def mean(values: Iterable[float]) -> float:
     """The mean of the values that are not NaN."""
     finite = [value for value in values if not math.isnan(value)]
     return sum(finite) / len(finite) if finite else math.nan
