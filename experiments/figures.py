@@ -141,7 +141,7 @@ SETS = {
 @table
 def base_at_the_grid() -> Iterator[Sequence[str]]:
     yield "", "pairs", "before", "after", "folds, %"
-    scores = result("base/results/scores-7.json")["after"]["val"]
+    scores = result("base/results/scores-9.json")["after"]["val"]
     for words, kind in (
         ("brain, 14 subcortical structures", "brain"),
         ("the same, moving brain in another contrast", "brain_other_contrast"),
@@ -205,10 +205,10 @@ def base_and_others() -> Iterator[Sequence[str]]:
 
 
 @table
-def base_5() -> Iterator[Sequence[str]]:
-    yield "", "dev: boxes", "carl-base 4", "carl-base 5", "val: boxes", "carl-base 4", "carl-base 5"
-    scores = {"before": result("base/results/scores-6.json")["before"]}  # carl-base 4
-    scores["after"] = result("base/results/scores-7.json")["after"]
+def base_6() -> Iterator[Sequence[str]]:
+    yield "", "dev: boxes", *(versions := ("carl-base 4", "carl-base 5", "carl-base 6")), "val: boxes", *versions
+    runs = (("scores-6.json", "before"), ("scores-7.json", "after"), ("scores-9.json", "after"))
+    scores = [result(f"base/results/{name}")[when] for name, when in runs]
     for words, kind, key in (
         ("brain, 14 subcortical structures", "brain", "dice"),
         ("the same, moving brain in another contrast", "brain_other_contrast", "dice"),
@@ -225,10 +225,10 @@ def base_5() -> Iterator[Sequence[str]]:
     ):
         cells = []
         for split in ("dev", "val"):
-            start, end = (scores[when][split].get(kind) for when in ("before", "after"))
-            known = start is not None and end is not None
-            cells.append(f"{start['before']:.3f}" if known and key == "dice" else "")
-            cells += three([start[key], end[key]]) if known else ["", ""]
+            rows = [score[split].get(kind) for score in scores]
+            known = all(row is not None for row in rows)
+            cells.append(f"{rows[0]['before']:.3f}" if known and key == "dice" else "")
+            cells += three([row[key] for row in rows]) if known else [""] * len(rows)
         yield words, *cells
 
 
