@@ -24,7 +24,7 @@ from carlreg.files import images, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.results import PAGE
-from carlreg.files.world_transform import PointMap, WorldTransform
+from carlreg.files.world_transform import PointMap
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.registration.api import register_pair
@@ -78,11 +78,9 @@ class SyntheticPair:
     def common(self) -> npt.NDArray[np.bool_]:
         """The voxels of the fixed image that the moving one shows, too, to within a voxel."""
         step = 4  # the true map is smooth and slow to evaluate
-        axes = [np.arange(0, n + step, step) for n in self.fixed.shape]
-        points = map_points(self.fixed.affine, np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1))
-        true = WorldTransform(
-            np.eye(4), (self.truth(points) - points).astype(np.float32), self.fixed.affine @ np.diag([step] * 3 + [1])
-        )
+        shape = [n // step + 2 for n in self.fixed.shape]
+        coarse = Image(np.zeros(shape, np.uint8), self.fixed.affine @ np.diag([step, step, step, 1]))
+        true = world_transform.sample(self.truth, coarse, np.eye(4))
         whole = Image(np.ones(self.moving.shape, np.uint8), self.moving.affine)
         return world_transform.apply(true, whole, self.fixed, "nearest").data > 0
 
@@ -95,13 +93,10 @@ class SyntheticPair:
         scores = dice(first, second, list(named.values()))
         points = self.landmarks()
         error = np.linalg.norm(transform(points) - self.truth(points), axis=-1)
+        summary = {"mean": error.mean(), "median": np.median(error), "95%": np.quantile(error, 0.95)}
         return {
             "dice": round(mean_score(scores), 4),
-            "error_mm": {
-                "mean": round(float(error.mean()), 2),
-                "median": round(float(np.median(error)), 2),
-                "95%": round(float(np.quantile(error, 0.95)), 2),
-            },
+            "error_mm": {name: round(float(value), 2) for name, value in summary.items()},
             "dice_of": {name: round(scores[label], 4) for name, label in named.items()},
             "common_percent": round(100 * float(self.common.mean()), 1),
         }
@@ -116,14 +111,12 @@ def make_pair(seed: int = 0, size: int = 128, *, shift: tuple[float, float, floa
     third = shape[2] * spacing / 3
     fixed = patient(2 * seed).moved((0, 0, third / 2 - MIDDLE))
     moving = patient(2 * seed + 1).moved((shift[0], shift[1], shift[2] - third / 2 - MIDDLE))
-    f, m = (who.scan(shape, spacing, seed=2 * seed + number) for number, who in enumerate((fixed, moving)))
-    return SyntheticPair(
-        Image(f.data, f.affine, "fixed"),
-        Image(f.labels, f.affine, "fixed labels"),
-        Image(m.data, m.affine, "moving"),
-        Image(m.labels, m.affine, "moving labels"),
-        correspondence(fixed, moving),
-    )
+    made = {}
+    for number, (name, who) in enumerate((("fixed", fixed), ("moving", moving))):
+        scan = who.scan(shape, spacing, seed=2 * seed + number)
+        made[name] = Image(scan.data, scan.affine, name)
+        made[f"{name}_labels"] = Image(scan.labels, scan.affine, f"{name} labels")
+    return SyntheticPair(**made, truth=correspondence(fixed, moving))
 
 
 def run(
@@ -150,8 +143,7 @@ def run(
     started = time.perf_counter()
     report: dict[str, Any] = {"seed": seed, "size": size, "quick": quick, "shift_mm": list(SHIFT)}
     options = RegisterOptions(io_iterations=0 if quick else None, optimize="fields", device=device, seed=seed)
-    pairs: dict[str, SyntheticPair] = {}
-    results: dict[str, Registration] = {}
+    pairs, results = {}, {}
     for name, (description, shift) in CASES.items():
         say(f"{description}: drawing")
         pair = pairs[name] = make_pair(seed, size, shift=shift)

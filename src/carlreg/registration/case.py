@@ -50,7 +50,7 @@ class Case:
             _labels(inputs.fixed_seg, fixed, "fixed labels"),
             _labels(inputs.moving_seg, moving, "moving labels"),
             _landmarks(inputs, fixed, moving),
-            None if inputs.initial_transform is None else _transform(inputs.initial_transform, fixed.dim),
+            _transform(inputs.initial_transform, fixed.dim),
         )
 
     def warnings(self) -> list[str]:
@@ -71,22 +71,17 @@ class Case:
 
     def prepare(self, model: LoadedModel, device: torch.device, *, masks: bool = True) -> PreparedPair:
         """Both images as a model takes them, the moving one resampled by the initial transform if there is one."""
-        moving, mask = self._moved()
+        moving, mask = self.moving, self.moving_mask
+        if self.initial is not None:
+            moving = world_transform.apply(self.initial, moving, self.fixed, outside=float(moving.data.min()))
+            if moving.data.min() == moving.data.max():
+                raise InputError(
+                    "the initial transform maps the fixed image outside the moving one; expected a map from fixed to "
+                    "moving world points (LPS, mm): is it the inverse, or in RAS?"
+                )
+            mask = None if mask is None else world_transform.apply(self.initial, mask, self.fixed, "nearest")
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
         return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None)
-
-    def _moved(self) -> tuple[Image, Image | None]:
-        """The moving image and its mask, resampled to the fixed image's grid by the initial transform."""
-        mask = self.moving_mask
-        if self.initial is None:
-            return self.moving, mask
-        moved = world_transform.apply(self.initial, self.moving, self.fixed, outside=float(self.moving.data.min()))
-        if moved.data.min() == moved.data.max():
-            raise InputError(
-                "the initial transform maps the fixed image outside the moving one; expected a map from fixed to "
-                "moving world points (LPS, mm): is it the inverse, or in RAS?"
-            )
-        return moved, None if mask is None else world_transform.apply(self.initial, mask, self.fixed, "nearest")
 
 
 def _same(first: Image, second: Image) -> bool:
@@ -123,21 +118,17 @@ def _landmarks(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix,
     return here, there
 
 
-def _transform(source: Any, dim: int) -> WorldTransform | ItkTransform:
+def _transform(source: Any, dim: int) -> WorldTransform | ItkTransform | None:
     if isinstance(source, (str, os.PathLike)):
-        transform = transform_files.read(source)
-    elif isinstance(source, (WorldTransform, ItkTransform)):
-        transform = source
+        source = transform_files.read(source)
     elif isinstance(source, (np.ndarray, list, tuple)):
-        transform = WorldTransform.linear(source)
-    else:
-        raise TypeError(
-            f"initial_transform is a {type(source).__name__}; expected a path, a transform of "
-            "carlreg.files.world_transform, or a matrix"
-        )
-    if transform.dim != dim:
-        raise InputError(f"the initial transform is {transform.dim}-D but the images are {dim}-D; expected the same")
-    return transform
+        source = WorldTransform.linear(source)
+    elif not isinstance(source, WorldTransform | ItkTransform | None):
+        given = f"initial_transform is a {type(source).__name__}"
+        raise TypeError(f"{given}; expected a path, a transform of carlreg.files.world_transform, or a matrix")
+    if source is not None and source.dim != dim:
+        raise InputError(f"the initial transform is {source.dim}-D but the images are {dim}-D; expected the same")
+    return source
 
 
 def score(case: Case, before: PointMap, after: PointMap) -> tuple[dict[str, float], dict[str, dict[int, float]]]:

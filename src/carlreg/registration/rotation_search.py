@@ -93,12 +93,9 @@ def many_rotations(count: int, dim: int) -> Tensor:
     around, other = (2 * math.pi * n / ratio for ratio in (math.sqrt(2), 1.533751168755204288118041))
     inner, outer = share.sqrt(), (1 - share).sqrt()
     x, y, z, w = inner * around.sin(), inner * around.cos(), outer * other.sin(), outer * other.cos()
-    rows = [
-        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-    ]
-    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+    zero = torch.zeros_like(n)
+    cross = torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).reshape(-1, 3, 3)  # v ↦ (x, y, z) × v
+    return torch.eye(3, dtype=n.dtype) + 2 * w[:, None, None] * cross + 2 * cross @ cross
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +133,9 @@ class _Pair:
 
     def correlation(self, rotations: Tensor, offsets: Tensor, together: int = 100) -> Tensor:
         """(B,): the correlation of all intensities under each map, computed for `together` maps at a time."""
-        parts = []
-        fixed = self.fixed.flatten(1)
-        for some, shifts in zip(rotations.split(together), offsets.split(together), strict=True):
-            warped = self.warped(some, shifts).flatten(1)
-            parts.append(F.cosine_similarity(warped - warped.mean(1, True), fixed - fixed.mean(1, True)))
-        return torch.cat(parts)
+        parts = zip(rotations.split(together), offsets.split(together), strict=True)
+        fixed = _centred(self.fixed)
+        return torch.cat([F.cosine_similarity(_centred(self.warped(*part)), fixed) for part in parts])
 
     def local_correlation(self, rotations: Tensor, offsets: Tensor) -> Tensor:
         """(B,): the mean correlation in windows, to which the inside of a head matters as much as its outline."""
@@ -177,6 +171,11 @@ def _angle(rotations: Tensor) -> Tensor:
     """The angle of each rotation: its trace is 1 + 2 cos α in 3-D, 2 cos α in 2-D."""
     trace = rotations.diagonal(dim1=-2, dim2=-1).sum(-1)
     return ((trace - rotations.shape[-1] + 2) / 2).clamp(-1, 1).acos()
+
+
+def _centred(images: Tensor) -> Tensor:
+    """(B, C, *shape) → (B, C · voxels) with mean 0."""
+    return images.flatten(1) - images.flatten(1).mean(1, keepdim=True)
 
 
 def _from_0_to_1(image: Tensor) -> Tensor:

@@ -53,35 +53,31 @@ def _scale_backward(
     tl.store(out + row * width + lane, (length / (1e-3 + norm)) * (g - f * along), mask=valid)
 
 
-def _tile(width: int) -> dict[str, int]:
-    padded = padded_width(width)
-    return {"ROWS": max(1, TILE // padded), "PADDED": padded}
-
-
 def padded_width(width: int) -> int:
     """The number of features that the kernels use: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
+def _launch(features: Tensor, length: float) -> tuple[tuple[int], tuple[int, float, int], dict[str, int]]:
+    """The grid of programs, and the numbers and constants that both kernels take."""
+    batch, count, width = features.shape
+    padded = padded_width(width)
+    tile = {"ROWS": max(1, TILE // padded), "PADDED": padded}
+    return (triton.cdiv(batch * count, tile["ROWS"]),), (batch * count, length, width), tile
+
+
 def scale_to_length(features: Tensor, length: float, dtype: torch.dtype) -> Tensor:
     """(B, N, C) → (B, N, padded width) in that type, padded with zeros."""
-    features = features.contiguous()
-    batch, count, width = features.shape
-    tile = _tile(width)
-    out = features.new_empty(batch, count, tile["PADDED"], dtype=dtype)
-    programs = (triton.cdiv(batch * count, tile["ROWS"]),)
-    _scale[programs](features, out, batch * count, length, width, **tile)
+    grid, numbers, tile = _launch(features, length)
+    out = features.new_empty(*features.shape[:2], tile["PADDED"], dtype=dtype)
+    _scale[grid](features.contiguous(), out, *numbers, **tile)
     return out
 
 
 def scale_to_length_backward(features: Tensor, gradient: Tensor, divisor: Tensor, length: float) -> Tensor:
     """Gradient (B, N, C) from that of the result, (B, N, padded width), divided by `divisor`, (B, N, 1) or a scalar."""
-    features = features.contiguous()
-    batch, count, width = features.shape
-    tile, out = _tile(width), torch.empty_like(features)
-    programs = (triton.cdiv(batch * count, tile["ROWS"]),)
-    each = divisor.dim() > 0
-    _scale_backward[programs](
-        features, gradient, divisor.contiguous(), out, batch * count, length, width, EACH=each, **tile
-    )
+    features, divisor = features.contiguous(), divisor.contiguous()
+    grid, numbers, tile = _launch(features, length)
+    out = torch.empty_like(features)
+    _scale_backward[grid](features, gradient, divisor, out, *numbers, EACH=divisor.dim() > 0, **tile)
     return out

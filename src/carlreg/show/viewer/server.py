@@ -81,10 +81,6 @@ class Server(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        return tuple(f"{name}:{self.server_port}" for name in (HOST, "localhost"))
-
-    @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/{self.secret}/"
 
@@ -180,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         A name made to point here (DNS rebinding) shows in Host, a page from elsewhere in Origin or Sec-Fetch-Site.
         """
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
-        if host not in self.server.hosts:
+        if host not in [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]:
             raise Refusal(403, "this host is not served")
         if origin is not None and origin != f"http://{host}":
             raise Refusal(403, "requests from other origins are refused")
