@@ -113,18 +113,10 @@ def _reported_pairs(root: Path) -> list[Pair]:
     pairs = []
     for folder in find_results(root):
         files: dict[str, Any] = {side: folder[f"{side} image, given in memory"] for side in SIDES}
-        inputs = _report(folder).inputs.items()
+        inputs = _report(folder.path).inputs.items()
         files |= {name: Path(record.path) for name, record in inputs if record.path and name in FILES}
         pairs.append(Pair(str(folder.path.relative_to(root)), **files))
     return pairs
-
-
-def _report(folder: ResultFolder) -> Report:
-    """The report of a result; an empty one if there is none or it is damaged, as the result can still be measured."""
-    try:
-        return folder.read_report()
-    except InputError:
-        return Report()
 
 
 def image_files(pair: Pair) -> tuple[str, str]:
@@ -158,7 +150,7 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
     def inverse() -> PointMap:
         """Read when it is used, so that a damaged file costs one figure and not the pair."""
         if len(backward) == 2 and backward[0].suffix == ".mat":  # ANTs: invert the affine part, the warp is inverted
-            affine, warp = transform_files.read(backward[0]), transform_files.read(backward[1])
+            affine, warp = (transform_files.read(path) for path in backward)
             if not isinstance(affine, WorldTransform):
                 raise InputError(f"{backward[0]} is not an affine transform; expected one, as ANTs writes it")
             _check_dim(warp, backward[1], moving)
@@ -167,11 +159,18 @@ def _from_files(forward: Sequence[Path], backward: Sequence[Path], fixed: Image,
         return read_result(backward, moving)
 
     backward_map: PointMap | None = (lambda points: inverse()(points)) if backward else None
-    figures = _reported_figures(_report(ResultFolder(forward[0].parent)))
-    return Result(read_result(forward, fixed), backward_map, **figures)
+    return Result(read_result(forward, fixed), backward_map, **_figures(_report(forward[0].parent)))
 
 
-def _reported_figures(report: Report) -> dict[str, float]:
+def _report(folder: Path) -> Report:
+    """The report of a result; an empty one if there is none or it is damaged, as the result can still be measured."""
+    try:
+        return ResultFolder(folder).read_report()
+    except InputError:
+        return Report()
+
+
+def _figures(report: Report) -> dict[str, float]:
     """Time, memory and inverse consistency as a report has them."""
     memory, metrics = report.peak_memory_gb, report.metrics
     figures = {
@@ -259,6 +258,6 @@ def by_model(
         )
         if save is not None:
             registration.save(Path(save) / pair.name, overwrite=True)
-        return Result(registration.transform, registration.inverse, **_reported_figures(registration.record))
+        return Result(registration.transform, registration.inverse, **_figures(registration.record))
 
     return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor
 
 from carlreg.errors import ExistsError, InputError
-from carlreg.files.atomic import only_writer, write_atomically
+from carlreg.files.atomic import PathLike, only_writer, write_atomically
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
 from carlreg.training.distributed import TrainingError
 from carlreg.training.settings import MAY_CHANGE
-
-PathLike = str | os.PathLike[str]
 
 FORMAT = "carlreg-run-1"
 STATE, LAST, BEST, LOG = "state.pt", "last.safetensors", "best.safetensors", "log.jsonl"

@@ -65,22 +65,17 @@ class Board:
 def picture(moving: Tensor, fixed: Tensor, phi: Transform) -> Tensor:
     """Moving, warped and fixed images and the deformed grid side by side, in the central slice: (1, H, W) from 0 to 1.
 
-    The grid is a lattice in the moving image's coordinates, warped like the image. 3-D images (1, 1, *shape) are cut at
-    right angles to their last axis.
+    The grid, lines one voxel wide in the plane of the moving image's first two axes, is warped like the image. 3-D
+    images (1, 1, *shape) are cut at right angles to their last axis.
     """
-    parts = [moving, warp(moving, phi, like=fixed), fixed, warp(_lattice(moving), phi, like=fixed, outside="zeros")]
+    lines = torch.zeros_like(moving[:1, :1])
+    for axis in (2, 3):
+        lines.movedim(axis, 0)[:: max(4, moving.shape[axis] // LINES)] = 1
+    parts = [moving, warp(moving, phi, like=fixed), fixed, warp(lines, phi, like=fixed, outside="zeros")]
     slices = [part[0, 0].float().cpu().clamp(0, 1) for part in parts]
     if slices[0].dim() == 3:  # in RAS: right to the right, anterior up
         slices = [part[..., part.shape[-1] // 2].flip(1) for part in slices]
     return torch.cat([part.mT for part in slices], dim=1)[None]
-
-
-def _lattice(image: Tensor) -> Tensor:
-    """1 on lines one voxel wide, 0 between them: a grid in the plane of the first two axes."""
-    lines = torch.zeros_like(image[:1, :1])
-    for axis in (2, 3):
-        lines.movedim(axis, 0)[:: max(4, image.shape[axis] // LINES)] = 1
-    return lines
 
 
 def plot_curves(folder: Path, measure: str | None) -> None:
@@ -92,9 +87,7 @@ def plot_curves(folder: Path, measure: str | None) -> None:
     from matplotlib.figure import Figure
 
     entries = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
-    lengths: dict[int, int] = {}
-    for entry in entries:
-        lengths[entry["stage"]] = max(lengths.get(entry["stage"], 0), entry["step"])
+    lengths = {entry["stage"]: entry["step"] for entry in entries}  # the last step of each stage
     starts = {stage: sum(n for s, n in lengths.items() if s < stage) for stage in lengths}
     curves = _curves(entries, measure)
     figure = Figure(figsize=(7, 2.2 * len(curves)), layout="constrained")

@@ -5,6 +5,7 @@ Everything that can be checked is checked before the first step: images, labels,
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import torch
 
 import carlreg
 from carlreg.fast.devices import choose_device
+from carlreg.files.atomic import PathLike
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.training import cache, cohort
 from carlreg.training.checkpoint import BOARD, FORMAT, RunFolder
@@ -32,8 +34,6 @@ from carlreg.training.start import Start
 from carlreg.training.validation import Validation, is_higher_better
 
 logger = logging.getLogger(__name__)
-
-PathLike = str | os.PathLike[str]
 
 
 def run(
@@ -102,14 +102,8 @@ class _Plan:
         cases = [*training.cases, *(validation.cases if validation is not None else ())]
         network = start.network(settings, cache.dimension(cases))
         grid = cache.choose_grid(cases, start.grid)
-        prepared = cache.prepare(
-            cases,
-            grid,
-            folder,
-            lambda done: monitor.preparing(done, len(cases)),
-            ct_range=start.ct_range,
-            voxel=start.voxel,
-        )
+        tell = functools.partial(monitor.preparing, total=len(cases))
+        prepared = cache.prepare(cases, grid, folder, tell, ct_range=start.ct_range, voxel=start.voxel)
         return cls(source, settings, start, network, grid, training, validation, prepared)
 
     @property
@@ -139,7 +133,8 @@ class _Plan:
         counts = [f"{len(self.training.cases)} images for training"]
         if self.validation is not None:
             counts.append(f"{len(self.validation.cases)} for validation")
-        about = {
+        voxel, licence = self.start.voxel, self.start.metadata.get("licence")
+        return {
             "name": name,
             "grid": " ".join(str(side) for side in self.grid),
             "intensities": "0 to 1",
@@ -148,12 +143,9 @@ class _Plan:
             "data": ", ".join(counts),
             "preprocessing": f"of the first image: {self.prepared[0].intensities}",
             "training": json.dumps({"start": self.start.checksum, **asdict(self.settings)}),
+            **({} if voxel is None else {"voxel": f"{voxel:g}"}),
+            **({} if licence is None else {"licence": licence}),
         }
-        if self.start.voxel is not None:
-            about["voxel"] = f"{self.start.voxel:g}"
-        if "licence" in self.start.metadata:
-            about["licence"] = self.start.metadata["licence"]
-        return about
 
 
 class _Session:
@@ -256,11 +248,9 @@ class _Session:
         checkpoint = self.folder.read_checkpoint()
         if self.validation is None or checkpoint is None or checkpoint.best is None:
             return
-        if checkpoint.best < self.unregistered.merit:
+        before = self.unregistered
+        if checkpoint.best < before.merit:
             logger.warning(
-                "the best model is worse than no registration: %s %.4f, unregistered %.4f; train longer, or check the "
-                "images and labels",
-                self.unregistered.measure,
-                abs(checkpoint.best),
-                self.unregistered.value,
+                f"the best model is worse than no registration: {before.measure} {abs(checkpoint.best):.4f}, "
+                f"unregistered {before.value:.4f}; train longer, or check the images and labels"
             )

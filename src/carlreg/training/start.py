@@ -20,12 +20,12 @@ from carlreg.model.shipped import available
 from carlreg.model.unet import UNet
 from carlreg.training.settings import NETWORKS, Settings
 
-SIZES: dict[str, dict[str, Any]] = {
-    "paper": {"width": 128, "unet_down": (16, 32, 64, 256, 512), "unet_up": (256, 128, 64, 32, 16)},
-    "small": {"width": 64, "unet_down": (16, 32, 64, 128, 160), "unet_up": (128, 96, 64, 32, 16)},
-    "tiny": {"width": 8, "unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)},
+SIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "paper": (128, {"unet_down": (16, 32, 64, 256, 512), "unet_up": (256, 128, 64, 32, 16)}),
+    "small": (64, {"unet_down": (16, 32, 64, 128, 160), "unet_up": (128, 96, 64, 32, 16)}),
+    "tiny": (8, {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}),
 }
-"""The paper's network, the one of `carl-base`, and one for quick trials."""
+"""Channels of encoder and refinements: the paper's network, the one of `carl-base`, and one for quick trials."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,16 @@ class Start:
                 f"{', '.join(available())} or a model file to continue from"
             ) from error
         metadata = read_metadata(file)
-        grid = tuple(int(side) for side in metadata["grid"].split()) if "grid" in metadata else None
-        return cls(
-            file,
-            metadata,
-            sha256(file)[:32],
-            settings.grid or grid,
-            ct_range_of(metadata, file),
-            settings.voxel or voxel_of(metadata, file),
-        )
+        grid = settings.grid or tuple(int(side) for side in metadata.get("grid", "").split()) or None
+        voxel = settings.voxel or voxel_of(metadata, file)
+        return cls(file, metadata, sha256(file)[:32], grid, ct_range_of(metadata, file), voxel)
 
     def network(self, settings: Settings, dim: int) -> RegistrationAlgorithm:
         return _new_network(settings, dim) if self.file is None else _trained_network(self.file, dim)
 
 
 def _new_network(settings: Settings, dim: int) -> RegistrationAlgorithm:
-    sizes = dict(SIZES[settings.size])
-    usual = sizes.pop("width")
+    usual, sizes = SIZES[settings.size]
     width = settings.width or usual
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)

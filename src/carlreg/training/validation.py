@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,8 +69,7 @@ class Validation:
     def score(self, model: RegistrationAlgorithm | None = None) -> Score:
         """The score of a model, or of the unregistered images."""
         rows = [self._score_pair(model, pair) for pair in self.pairs]
-        values = [value for value, _ in rows if not math.isnan(value)]
-        value = sum(values) / len(values) if values else math.nan
+        value = mean_score(dict(enumerate(value for value, _ in rows)))
         return Score(self.measure, value, sum(folds for _, folds in rows) / len(rows))
 
     def images(self, pair: Pair) -> tuple[Tensor, Tensor]:
