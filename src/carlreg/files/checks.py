@@ -43,10 +43,9 @@ def check_size(size: Iterable[int], name: str, bytes_per_voxel: int = 4) -> None
         memory = math.inf
     most = min(MOST_VOXELS, memory / width)
     if count > most:
-        raise ImageError(
-            f"{name} declares {times(size)} voxels, {width * count / 1e9:.3g} GB with {width} bytes each; expected at "
-            f"most {most:.2g} voxels in this memory: check the header, or resample it"
-        )
+        found = f"{times(size)} voxels, {width * count / 1e9:.3g} GB with {width} bytes each"
+        expected = f"at most {most:.2g} voxels in this memory: check the header, or resample it"
+        raise ImageError(f"{name} declares {found}; expected {expected}")
 
 
 def check_spacing(spacing: Sequence[float], name: str) -> None:

@@ -298,7 +298,7 @@ def write_sitk(source: Any, path: Path) -> None:
         stored = simpleitk().ReadImage(str(path))
     lossy = path.suffix.lower() in (".jpg", ".jpeg") or stored.GetSize() != source.GetSize()  # `_save` checks that
     written, meant = (simpleitk().GetArrayViewFromImage(one) for one in (stored, source))
-    length = (meant.nbytes % 2**32).to_bytes(4, "little")  # ends a gzip stream; ITK does not miss it
+    length = (meant.nbytes % 2**32).to_bytes(4, "little")  # ends a gzip stream; ITK reads one without it
     cut = path.suffix.lower() == ".nrrd" and not path.read_bytes().endswith(length)
     if cut or not (lossy or np.array_equal(written, meant, equal_nan=True)):
         raise OutputError(f"{path} was not written completely; check the disk, then try again")

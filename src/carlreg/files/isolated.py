@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,17 +37,17 @@ class UnreadableError(InputError):
     """A file that a library cannot read. The message is the reason alone."""
 
 
+@dataclass(frozen=True)
 class Reader:
     """A child that reads one file."""
 
-    def __init__(self, process: Any) -> None:
-        self._process = process
+    process: Any
 
     def header(self) -> dict[str, Any]:
         """What the file states, before its arrays are read; raise UnreadableError if it cannot be read."""
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise UnreadableError(_fate(self._process))
+            raise self.fate()
         message: dict[str, Any] = json.loads(line)
         if "error" in message:
             raise UnreadableError(message["error"])
@@ -55,20 +56,24 @@ class Reader:
     def proceed(self, memory: int) -> None:
         """Allow the child to read arrays of `memory` bytes in all."""
         with suppress(BrokenPipeError):  # its fate shows when the arrays are read
-            self._process.stdin.write(f"{memory}\n".encode())
-            self._process.stdin.flush()
+            self.process.stdin.write(f"{memory}\n".encode())
+            self.process.stdin.flush()
 
     def array(self) -> npt.NDArray[Any]:
         """The next array."""
         about = self.header()
         data = np.empty(about["shape"], about["dtype"])
-        view = data.reshape(-1).view(np.uint8)
-        while len(view):
-            count = self._process.stdout.readinto(view)
-            if not count:
-                raise UnreadableError(_fate(self._process))
-            view = view[count:]
+        if self.process.stdout.readinto(data.reshape(-1).view(np.uint8)) < data.nbytes:
+            raise self.fate()
         return data
+
+    def fate(self) -> UnreadableError:
+        """What became of a child that ended too early."""
+        code = self.process.wait()
+        if code == -9:
+            return UnreadableError("reading it took too long or too much memory")
+        crashed, failed = f"it crashed its reader (signal {-code})", f"its reader failed (exit code {code})"
+        return UnreadableError(crashed if code < 0 else failed)
 
 
 @contextmanager
@@ -102,13 +107,6 @@ def read_image(path: Path, check: Callable[[dict[str, Any]], None]) -> tuple[npt
         check_size(header["size"], str(path), width)
         child.proceed(math.prod(header["size"]) * width)
         return np.array(child.header()["affine"]), child.array()
-
-
-def _fate(process: subprocess.Popen[bytes]) -> str:
-    code = process.wait()
-    if code == -9:
-        return "reading it took too long or too much memory"
-    return f"it crashed its reader (signal {-code})" if code < 0 else f"its reader failed (exit code {code})"
 
 
 def _refuse_detached(path: Path) -> None:

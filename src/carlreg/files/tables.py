@@ -78,36 +78,29 @@ class _Row:
     def error(self, text: str) -> InputError:
         return InputError(f"{self.table}, line {self.line}: {text}")
 
-    def path(self, column: str) -> Path | None:
-        cell = self.cells.get(column)
-        return self.table.parent / cell if cell else None
-
-    def required(self, column: str) -> Path:
-        path = self.path(column)
-        if path is None:
-            raise self.error(f"{column} is empty; expected a path in every row")
-        return path
-
-    def split(self) -> str:
-        split = self.cells.get("split", "")
-        if "split" in self.cells and split not in SPLITS:
+    def values(self, files: Collection[str], required: Collection[str]) -> dict[str, Any]:
+        """The paths in these columns, and the split."""
+        cells, split = self.cells, self.cells.get("split", "")
+        if empty := [column for column in required if not cells.get(column)]:
+            raise self.error(f"{empty[0]} is empty; expected a path in every row")
+        if "split" in cells and split not in SPLITS:
             raise self.error(f"split is {split!r}; expected 'train', 'val' or 'test'")
-        return split
+        paths = {column: self.table.parent / cells[column] if cells.get(column) else None for column in files}
+        return {**paths, "split": split}
 
     def scan(self) -> Scan:
-        return Scan(self.required("image"), self.path("labels"), self.split())
+        return Scan(**self.values(("image", "labels"), required=("image",)))
 
     def pair(self) -> Pair:
         """The row as a pair, by default named MOVING_to_FIXED."""
-        files: dict[str, Any] = {name: self.path(name) for name in FILES}
-        files |= {side: self.required(side) for side in SIDES}
+        values = self.values(FILES, required=SIDES)
         for name in RESULTS:
             parts = map(str.strip, self.cells.get(name, "").split(";"))
-            files[name] = tuple(self.table.parent / part for part in parts if part)
-        name = self.cells.get("name") or f"{stem(files['moving'])}_to_{stem(files['fixed'])}"
+            values[name] = tuple(self.table.parent / part for part in parts if part)
+        name = self.cells.get("name") or f"{stem(values['moving'])}_to_{stem(values['fixed'])}"
         if name in (".", "..") or "/" in name or "\\" in name:
             raise self.error(f"invalid name {name!r}: it must not contain a path separator")
-        return Pair(name, **files, split=self.split())
+        return Pair(name, **values)
 
 
 def read_table(
@@ -133,10 +126,8 @@ def read_table(
             pairs[number] = pair = replace(pair, name="_to_".join(long))
         line, other = first.setdefault(pair.name, (row.line, pair))
         if line != row.line and (unique or (pair.fixed, pair.moving) != (other.fixed, other.moving)):
-            raise InputError(
-                f"{path}, lines {line} and {row.line}: both pairs are called {pair.name!r}; expected different names: "
-                "add a column 'name'"
-            )
+            both = f"lines {line} and {row.line}: both pairs are called {pair.name!r}"
+            raise InputError(f"{path}, {both}; expected different names: add a column 'name'")
     return pairs
 
 

@@ -99,10 +99,8 @@ def interpolate(
         raise InputError(f"unknown outside {outside!r}; expected 'border' or 'zeros'")
     if not image.is_floating_point() and mode == "linear":
         raise TypeError(f"the image has dtype {image.dtype}; expected floating point, or mode='nearest' for labels")
-    if mode == "linear" and outside == "border":
-        sampled = fast.sample(image, points)
-        if sampled is not None:
-            return sampled
+    if mode == "linear" and outside == "border" and (sampled := fast.sample(image, points)) is not None:
+        return sampled
     leading, dtype = points.shape[1:-1], image.dtype
     image = image.to(coordinate_type(image))
     image = image.expand(batch, *image.shape[1:])
