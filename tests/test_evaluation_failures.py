@@ -100,7 +100,7 @@ def test_a_model_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     loads = []
     load_file = safetensors.torch.load_file
-    monkeypatch.setattr(safetensors.torch, "load_file", lambda *a, **k: loads.append(a) or load_file(*a, **k))
+    monkeypatch.setattr("carlreg.model.files.load_file", lambda *a, **k: loads.append(a) or load_file(*a, **k))
     model = folder / "net.safetensors"
     save(gradicon(3, 2, unet_down=(4,) * 5, unet_up=(4,) * 5), model, metadata={"grid": "16 16 16"})
     words = ["evaluate", str(folder / "pairs.csv"), "--model", str(model), "--io-iterations", "0", "--device", "cpu"]
