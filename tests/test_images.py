@@ -529,12 +529,12 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "4-D": (
         "a.nii.gz",
         lambda p: nibabel.save(nibabel.Nifti1Image(np.zeros((6, 7, 8, 3), np.float32), np.eye(4)), p),
-        "is 4-D .6 × 7 × 8 × 3.*one time point",
+        "is 4-D .6 × 7 × 8 × 3.*--frame N, from 0 to 2",
     ),
     "colour": (
-        "a.png",
+        "a.mha",
         lambda p: sitk.WriteImage(sitk.GetImageFromArray(COLOUR, isVector=True), str(p)),
-        "has 3 components",
+        "has 3 components.*--channel N, from 0 to 2, or --channel luminance",
     ),
     "vectors": (
         "a.mha",

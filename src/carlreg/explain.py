@@ -166,7 +166,9 @@ def explain(
     loaded = load_model(model, torch_device)
     if loaded.searches_rotation:
         raise InputError("model is 'auto', which is not a model of its own; expected carl-base, or another model")
-    f, m = prepare_pair(as_image(fixed, "fixed"), as_image(moving, "moving"), loaded, torch_device)
+    images = as_image(fixed, "fixed"), as_image(moving, "moving")
+    loaded = loaded.for_dimension(images[0].dim)
+    f, m = prepare_pair(*images, loaded, torch_device)
     return Explanation(Inside.of(loaded.network, m.tensor, f.tensor), f.image, m.image)
 
 

@@ -19,7 +19,7 @@ LOGGER = logging.getLogger("carlreg")
 Overwrite = Annotated[bool, "Replace existing files.", "--overwrite"]
 Device = Annotated[str, "auto, cpu, cuda, cuda:0 or mps."]
 Number = TypeVar("Number", int, float)
-IMAGES = (".nii.gz", ".nii", ".nrrd", ".mha", ".png", ".tif", ".tiff")
+IMAGES = (".nii.gz", ".nii", ".nrrd", ".mha", ".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
 class Stopped(BaseException):

@@ -20,7 +20,7 @@ from carlreg.cli._threads import Threads
 from carlreg.errors import ExistsError, InputError, OutputError, user_message
 from carlreg.files.atomic import refuse_result, write_atomically
 from carlreg.files.checksums import sha256
-from carlreg.files.results import PAGE, REPORT, WARP, Report, ResultFolder
+from carlreg.files.results import PAGE, PICTURES, REPORT, WARP, Report, ResultFolder
 from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
 
 if TYPE_CHECKING:
@@ -40,8 +40,15 @@ def _iterations(text: str) -> int | None:
     return int(text)
 
 
+def _numbers(text: str) -> int | str | tuple[int | str, ...]:
+    """A number or a word, or two of them, separated by a comma."""
+    parts = tuple(int(part) if part.isdecimal() else part for part in text.split(","))
+    return parts if len(parts) > 1 else parts[0]
+
+
 Some = Path | None
 SUMMARY = "summary.csv"
+Numbers = Annotated[str | None, typer.Option(parser=_numbers, metavar="N[,N]")]
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class Outputs:
     moving=["-m"],
     io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
     io_sim=Annotated[SimilarityName, typer.Option()],
+    frame=Numbers,
+    channel=Numbers,
     optimize=["--optimize", "--over"],
     fit_source=["--fit-source", "--fit-to"],
 )
@@ -102,8 +111,8 @@ def register(
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
 
-    Writes warped.nii.gz, transform.h5, inverse_transform.h5, report.json and report.html to the folder --out, and
-    warped_seg.nii.gz if the moving image has labels.
+    Writes warped.nii.gz, transform.h5, inverse_transform.h5, report.json and report.html to the folder --out,
+    warped_seg.nii.gz if the moving image has labels, and a warped picture if it is one, in its format.
     """
     if pairs is not None:
         if single := [*inputs.sources(), *(name for name in outputs.files() if name != "out")]:
@@ -188,6 +197,8 @@ def _many(table: Path, out: Path, outputs: Outputs, model: str, options: Registe
     from carlreg.model.loaded import load_model
 
     loaded, checksum = load_model(model, options.device), functools.cache(sha256)  # many pairs share an image
+    if str(pairs[0].fixed).lower().endswith(PICTURES):
+        loaded = loaded.for_dimension(2)
     refuse_result(out, SUMMARY, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []

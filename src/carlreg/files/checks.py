@@ -19,18 +19,6 @@ class ImageError(InputError):
     """A file or an array that is not a usable image. One line: which, what was found, what to do."""
 
 
-def check_kind(dim: int, size: Iterable[int], components: int, name: str) -> None:
-    """Refuse anything but one scalar 2-D or 3-D image."""
-    if dim not in (2, 3):
-        expected = "one 2-D or 3-D image: extract one time point or channel"
-        raise ImageError(f"{name} is {dim}-D ({times(size)}); expected {expected}")
-    if components != 1:
-        expected = "one: convert it to grey values or choose a component"
-        raise ImageError(
-            f"{name} has {components} components (colour, vectors, complex) per voxel; expected {expected}"
-        )
-
-
 def check_size(size: Iterable[int], name: str, bytes_per_voxel: int = 4) -> None:
     """Refuse images without voxels and those that cannot fit into memory, even as float32."""
     size = tuple(size)
@@ -68,7 +56,9 @@ def check_geometry(affine: Matrix, name: str) -> None:
 def check_finite(data: npt.NDArray[Any], name: str) -> None:
     """Refuse NaN and infinity."""
     if bad := data.size - int(np.isfinite(data).sum()):
-        raise ImageError(f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: set them to 0")
+        raise ImageError(
+            f"{name} has {bad} NaN or infinite voxels out of {data.size}; expected none: replace them by --nan 0"
+        )
 
 
 def distance(first: Matrix, second: Matrix, shape: Sequence[int]) -> float:

@@ -11,9 +11,10 @@ formats are read by SimpleITK in a process of its own, so that a damaged or host
 import logging
 import math
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from carlreg.files.atomic import PathLike as PathLike
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError as ImageError
 from carlreg.files.checks import Matrix as Matrix
-from carlreg.files.checks import check_finite, check_geometry, check_kind, check_size, check_spacing, distance, times
-from carlreg.files.itk import affine_of, place, read_header, reason, simpleitk
+from carlreg.files.checks import check_geometry, check_size, check_spacing, distance, times
+from carlreg.files.choice import Choice as Choice
+from carlreg.files.choice import is_picture
+from carlreg.files.itk import affine_of, itk_order, place, read_header, reason, simpleitk, vector_image
 from carlreg.geometry.grids import Grid
 
-WITHOUT_POSITION = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 TWO_FILES = (".mhd", ".nhdr", ".hdr", ".img")
+
+WHOLE = Choice()
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class Image:
     data: npt.NDArray[Any]  # shape, in the file's own type
     affine: Matrix  # (D + 1, D + 1), from voxel indices in array-axis order to world millimetres, LPS
     name: str = "image"  # what messages call it
+    colours: npt.NDArray[Any] | None = None  # (*shape, components), in colour images, whose data is the luminance
 
     def __post_init__(self) -> None:
         if self.data.ndim not in (2, 3):
@@ -106,14 +111,19 @@ def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name
     return Image(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), matrix, name)
 
 
-def from_sitk(image: Any, *, name: str = "SimpleITK image") -> Image:
+def from_sitk(image: Any, choice: Choice = WHOLE, *, name: str = "SimpleITK image") -> Image:
     """An image from a SimpleITK one."""
-    dim = image.GetDimension()
-    check_kind(dim, image.GetSize(), image.GetNumberOfComponentsPerPixel(), name)
-    return Image(np.ascontiguousarray(simpleitk().GetArrayViewFromImage(image).T), affine_of(image), name)
+    return _taken(simpleitk().GetArrayViewFromImage(image), affine_of(image), choice, name)
 
 
-def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
+def _taken(voxels: npt.NDArray[Any], affine: Matrix, choice: Choice, name: str) -> Image:
+    """An image from voxels in ITK's order."""
+    ordered = voxels.T if voxels.ndim < len(affine) else itk_order(voxels)
+    data, affine, colours = choice.take(ordered, affine, name)
+    return Image(data, affine, name, colours)
+
+
+def from_nibabel(image: Any, choice: Choice = WHOLE, *, name: str = "nibabel image") -> Image:
     """An image from a nibabel one. Its positions are those that `read` gives to its file, by the rule in `nifti`.
 
     They differ from nibabel's own if sform and qform do; a warning then gives the distance. Trailing axes of length one
@@ -122,6 +132,8 @@ def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
     data = np.asanyarray(image.dataobj)
     while data.ndim > 3 and data.shape[-1] == 1:
         data = data[..., 0]
+    if data.ndim > 3:
+        data, _, _ = choice.take(data, np.eye(data.ndim + 1), name)
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(image.affine, dtype=np.float64)
     if hasattr(image.header, "get_sform"):
         stated = nifti.positions(nifti.fields_of(image.header.binaryblock, name), data.shape[:3], name)
@@ -133,27 +145,37 @@ def from_nibabel(image: Any, *, name: str = "nibabel image") -> Image:
     return from_array(data, affine[np.ix_(axes, axes)], name=name)
 
 
-def as_image(source: Any, name: str) -> Image:
+def as_image(source: Any, name: str, choice: Choice = WHOLE) -> Image:
     """An image from anything that holds one: a path, an array, a tensor, a SimpleITK or a nibabel image."""
+    if isinstance(source, (str, os.PathLike)):
+        return read(source, choice)
+    image = _from_memory(source, name, choice)
+    if choice.nan is None or image.data.dtype.kind != "f":
+        return image
+    return replace(image, data=choice.take(image.data, image.affine, name)[0])
+
+
+def _from_memory(source: Any, name: str, choice: Choice) -> Image:
     if isinstance(source, Image):
         return source
-    if isinstance(source, (str, os.PathLike)):
-        return read(source)
     kind = type(source).__module__.partition(".")[0]
     if kind == "torch":
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
-        return from_array(source, name=name)
+        frames = source.ndim == 4 and choice.frame is not None
+        return from_array(choice.take(source, np.eye(5), name)[0] if frames else source, name=name)
     if kind == "SimpleITK":
-        return from_sitk(source, name=name)
+        return from_sitk(source, choice, name=name)
     if kind == "nibabel":
-        return from_nibabel(source, name=name)
+        return from_nibabel(source, choice, name=name)
     raise TypeError(f"{name} is a {type(source).__name__}; expected a path, an Image, an array, SimpleITK or nibabel")
 
 
-def read(path: PathLike) -> Image:
+def read(path: PathLike, choice: Choice = WHOLE) -> Image:
     """Read one scalar image: NIfTI, NRRD, MetaImage, PNG, TIFF, JPEG, any other format that SimpleITK reads, or a
     folder with a DICOM series (the largest one, which is logged and becomes part of the image's name).
+
+    Pictures in colour keep their `colours` beside their luminance. `choice` says what to take of files that hold more.
 
     >>> image = read("scan.nii.gz")
     """
@@ -163,27 +185,34 @@ def read(path: PathLike) -> Image:
     if not os.access(path, os.R_OK):
         raise ImageError(f"{path} cannot be read: permission denied; expected a readable file: check its permissions")
     if path.is_dir():
-        return _read_series(path)
+        return _read_series(path, choice)
     if path.stat().st_size == 0:
         raise ImageError(f"{path} is empty; expected an image: copy or export it again")
     if nifti.is_nifti(path):
         header = nifti.read_header(path)
-        check_kind(header.dim, header.shape, header.components, str(path))
-        affine = header.affine()
-        check_geometry(affine, str(path))
-        voxels = nifti.read_voxels(path, header)
-    else:
-        _check_complete(path)
-        with _reasons(path):
-            affine, voxels = isolated.read_image(path, lambda header: _check_header(header, str(path)))
-        voxels = voxels.T
-    check_finite(voxels, str(path))
-    return Image(np.ascontiguousarray(voxels), affine, str(path))
+        choice.check(header.shape, header.components, str(path))
+        header = header.at_time(choice.frame or 0)
+        check_geometry(header.affine(), str(path))
+        voxels, affine, colours = choice.take(nifti.read_voxels(path, header), header.affine(), str(path))
+        return Image(voxels, affine, str(path), colours)
+    _check_complete(path)
+    with _reasons(path):
+        affine, voxels = isolated.read_image(path, lambda header: _check_header(header, choice, str(path)))
+    if path.suffix.lower() == ".png":
+        affine = affine @ np.diag([*_png_spacing(path.read_bytes()[: 2**16]), 1.0])
+    return _taken(voxels, affine, choice, str(path))
 
 
-def _check_header(header: Mapping[str, Any], name: str) -> None:
+def _png_spacing(content: bytes) -> tuple[float, float]:
+    """The size of a pixel in mm by a PNG file's header, which ITK ignores; 1 if there is none."""
+    at = content.find(b"pHYs", 0, content.find(b"IDAT"))
+    across, down, unit = struct.unpack(">IIB", content[at + 4 : at + 13]) if at > 0 else (0, 0, 0)
+    return (1000 / across, 1000 / down) if unit == 1 and across and down else (1.0, 1.0)
+
+
+def _check_header(header: Mapping[str, Any], choice: Choice, name: str) -> None:
     """Refuse what the header of `isolated.reading` already shows to be unusable."""
-    check_kind(len(header["size"]), header["size"], header["components"], name)
+    choice.check(header["size"], header["components"], name)
     check_spacing(header["spacing"], name)
     check_geometry(np.array(header["affine"]), name)
 
@@ -195,6 +224,8 @@ def read_labels(path: PathLike) -> Image:
 
 def as_labels(image: Image) -> Image:
     """The same image as a label map: whole numbers stored as floating point become int32."""
+    if image.colours is not None:
+        raise ImageError(f"{image.name} is in colour; expected a label map with one number per voxel: convert it")
     if image.data.dtype.kind != "f":
         return image
     if not np.all((np.abs(image.data) < 2**31) & (image.data == np.rint(image.data))):
@@ -202,7 +233,7 @@ def as_labels(image: Image) -> Image:
     return Image(image.data.astype(np.int32), image.affine, image.name)
 
 
-def _read_series(folder: Path) -> Image:
+def _read_series(folder: Path, choice: Choice) -> Image:
     with _reasons(folder), isolated.reading("series", folder) as child:
         header = child.header()
         if not header["series"]:
@@ -211,11 +242,11 @@ def _read_series(folder: Path) -> Image:
         name = f"{folder} (DICOM series {header['name']}, {files} files)"
         level = logging.WARNING if header["series"] > 1 else logging.INFO
         log.log(level, "%s: read the largest of %d series", name, header["series"])
-        _check_header(header, name)
+        _check_header(header, choice, name)
         check_size(size if files == 1 else (*size[:2], files), name, header["width"])
-        child.proceed(math.prod(size) * header["width"] * files)
+        child.proceed(math.prod(size) * header["width"] * header["components"] * files)
         volume = child.header()
-        image = Image(np.ascontiguousarray(child.array().T), np.array(volume["affine"]), name)
+        image = _taken(child.array(), np.array(volume["affine"]), choice, name)
     if image.dim == 3 and volume["stated"] is not None:
         # ITK assumes even slices at right angles; a missing slice or a tilted gantry would be misplaced silently.
         assumed = map_points(image.affine, [[0, 0, i] for i in range(image.shape[2])])
@@ -259,7 +290,7 @@ def write(image: Image, path: PathLike, *, overwrite: bool = False) -> None:
     """Write an image in the format of the name's extension, in its own type. The file appears whole or not at all.
 
     A format that cannot store the image's type, its third axis or its directions is refused. PNG, TIFF, JPEG and BMP
-    have no positions: those are lost.
+    have no positions: those are lost. They hold the colours of an image; other formats hold its luminance.
 
     >>> write(image, "warped.nii.gz")
     """
@@ -274,7 +305,8 @@ def _save(image: Image, path: Path) -> None:
     """Write a file, and read the header back of formats that drop without a warning what they cannot store."""
     if nifti.is_nifti(path):
         return nifti_write.write(image.data, image.affine, path)
-    source = image.to_sitk()
+    coloured = image.colours is not None and is_picture(path.name)
+    source = vector_image(image.colours, image.affine) if coloured else image.to_sitk()  # type: ignore[arg-type]
     write_sitk(source, path)
     with _reasons(path, "written"):
         header = read_header(path)
@@ -283,7 +315,7 @@ def _save(image: Image, path: Path) -> None:
         lost.append(f"values of type {image.data.dtype}")
     if tuple(header.GetSize()) != image.shape:
         lost.append(f"a size of {times(image.shape)}")
-    elif path.suffix.lower() not in WITHOUT_POSITION:
+    elif not is_picture(path.name):
         shift = distance(affine_of(header), image.affine, image.shape)
         if shift > 0.01 * min(image.spacing):
             lost.append(f"these directions (voxels would move by {shift:.3g} mm)")
@@ -311,6 +343,11 @@ def looks_like_labels(image: Image) -> bool:
         return False
     same, inner = data[1:] == data[:-1], (data[1:] != 0) & (data[:-1] != 0)
     return bool(inner.any() and same.mean() > 0.9 and same[inner].mean() > 0.6)
+
+
+def placed_like(other: Image, image: Image) -> Image:
+    """A picture at the place of an image of the same size, since its file has no positions; others as they are."""
+    return replace(other, affine=image.affine) if is_picture(other.name) and other.shape == image.shape else other
 
 
 def check_same_grid(other: Image, image: Image, what: str) -> None:

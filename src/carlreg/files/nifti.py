@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ LAYOUTS = [
     for order in "<>"
 ]
 TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
-COMPONENTS = {32: 2, 1792: 2, 128: 3, 2304: 4}  # complex numbers and colours
+TUPLES = {32: (2, "f4"), 1792: (2, "f8"), 128: (3, "u1"), 2304: (4, "u1")}  # complex numbers and colours
 VECTORS, DISPLACEMENTS = 1007, 1006  # codes of intent; ITK takes the latter to be in RAS
 MILLIMETRES = {1: 1000.0, 3: 0.001}  # in a metre and in a micrometre, by the code of the unit
 MOST_EXTENSIONS = 2**26  # bytes between the header and the voxels
@@ -62,6 +62,13 @@ class Header:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.components * self.dtype.itemsize
+
+    def at_time(self, frame: int) -> "Header":
+        """The header of one time point of a 4-D image; that of any other image as it is."""
+        if self.dim != 4:
+            return self
+        shape, apart = self.shape[:3], self.nbytes // self.shape[3]
+        return replace(self, shape=shape, offset=self.offset + frame * apart)
 
     def affine(self) -> Matrix:
         """(D + 1, D + 1), from indices to LPS millimetres, for images with at most three axes."""
@@ -95,7 +102,7 @@ def read_header(path: Path) -> Header:
     sides = sides[:axes]
     check_size(sides, name)
     code, kind = int(fields["datatype"]), TYPES.get(int(fields["datatype"]))
-    components = COMPONENTS.get(code, 1)
+    components, part = TUPLES.get(code, (1, "u1"))
     if axes == 5 and sides[3] == 1 and fields["intent_code"] in (DISPLACEMENTS, VECTORS):
         components, sides = sides[4], sides[: 2 if sides[2] == 1 and sides[4] == 2 else 3]
     while len(sides) > 3 and sides[-1] == 1:
@@ -103,7 +110,7 @@ def read_header(path: Path) -> Header:
     check_spacing([float(s) for s in fields["pixdim"][1 : min(len(sides), 3) + 1]], name)
     if kind is None and components == 1:
         raise ImageError(f"{name} has the unknown data type {code}; expected integers or floating point: convert it")
-    dtype = np.dtype(f"{fields.dtype['datatype'].byteorder}{kind or 'u1'}")
+    dtype = np.dtype(f"{fields.dtype['datatype'].byteorder}{kind or part}")
     if kind is not None and fields["bitpix"] != 8 * dtype.itemsize:
         found, expected = f"{fields['bitpix']} bits per voxel for {np.dtype(kind)}", f"{8 * dtype.itemsize}"
         raise ImageError(f"{name} declares {found}; expected {expected}: correct its header")
@@ -121,7 +128,8 @@ def read_voxels(path: Path, header: Header) -> npt.NDArray[Any]:
     packed = path.stat().st_size
     if header.nbytes > DEFLATE * packed:
         raise _truncated(header, packed)
-    data = np.empty((header.components, *header.shape[::-1]), header.dtype)
+    tuples, sides = int(header.fields["datatype"]) in TUPLES, header.shape[::-1]
+    data = np.empty((*sides, header.components) if tuples else (header.components, *sides), header.dtype)
     view = data.reshape(-1).view(np.uint8)
     with _opened(path) as file:
         file.seek(header.offset)
@@ -129,6 +137,7 @@ def read_voxels(path: Path, header: Header) -> npt.NDArray[Any]:
         file.read(2**20)  # at the end of the file, gzip compares checksums
     if count < data.nbytes:
         raise _truncated(header, header.offset + count)
+    data = np.ascontiguousarray(np.moveaxis(data, -1, 0)) if tuples else data
     values = _scaled(data.astype(header.dtype.newbyteorder("="), copy=False), header)
     voxels = values.transpose(*range(values.ndim - 1, 0, -1), 0)  # (x, y, z, components)
     if header.components == 1:

@@ -24,7 +24,8 @@ TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
 REPORT, PAGE = "report.json", "report.html"
 FILES = (WARPED, TRANSFORM, INVERSE, REPORT)
 """The files of every result."""
-NAMES = (*FILES, WARP, WARPED_LABELS, PAGE)
+PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # formats without positions
+NAMES = (*FILES, WARP, WARPED_LABELS, PAGE, *(f"warped{ending}" for ending in PICTURES))
 """All files that a result may have."""
 WITHIN = 0.01
 """The stored transforms are within this distance of the exact ones, in mm and in voxels."""

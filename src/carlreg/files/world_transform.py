@@ -418,13 +418,16 @@ def apply(
 
     Integers are rounded to the nearest. Voxels whose T(x) lies more than half a voxel beyond the outermost voxel
     centres become `outside`: by default 0, or the image's lowest value if that is negative, as in CT, where it is air.
-    Use "nearest" for labels.
+    Use "nearest" for labels. Colours are warped alike.
 
     >>> warped = apply(T, moving, like=fixed)
     """
     if interpolation not in ("linear", "nearest"):
         raise InputError(f"unknown interpolation {interpolation!r}; expected 'linear' or 'nearest'")
-    result = np.empty(like.shape, image.data.dtype)
+    parts = image.data[..., None]
+    if image.colours is not None:
+        parts = np.concatenate([parts, image.colours], axis=-1)
+    result = np.empty((*like.shape, parts.shape[-1]), parts.dtype)
     whole = result.dtype.kind in "iu"
     if outside is None:
         outside = min(0, image.data.min().item())
@@ -436,14 +439,15 @@ def apply(
         inside = ((index >= -0.5) & (index < sides - 0.5)).all(axis=-1)
         if interpolation == "nearest":
             nearest = np.clip(np.floor(index + 0.5), 0, sides - 1).astype(np.intp)
-            values = image.data[tuple(np.moveaxis(nearest, -1, 0))]
+            values = parts[tuple(np.moveaxis(nearest, -1, 0))]
         else:
             flat = torch.from_numpy(index).reshape(-1, image.dim)
-            values = _interpolate(image.data[..., None], flat).numpy().reshape(inside.shape)
+            values = _interpolate(parts, flat).numpy().reshape(*inside.shape, -1)
             values = np.rint(values) if whole else values
         result[box] = values
         result[box][~inside] = outside
-    return Image(result, like.index_to_world(), image.name)
+    colours = None if image.colours is None else result[..., 1:]
+    return Image(np.ascontiguousarray(result[..., 0]), like.index_to_world(), image.name, colours)
 
 
 def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:

@@ -17,7 +17,7 @@ from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load, read_metadata
-from carlreg.model.shipped import DEFAULT, SHORT, WEIGHTS, available
+from carlreg.model.shipped import DEFAULT, DEFAULT_2D, SHORT, WEIGHTS, available
 
 LARGEST_SIDE = 1024
 CT_RANGE = (-1000.0, 1000.0)  # air and dense bone, in Hounsfield units
@@ -41,6 +41,14 @@ class LoadedModel:
     searches_rotation: bool = False  # whether to search for a rotation between the images first
     keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
     prepare: Prepare | None = None  # instead of as described above, such as the paper prepares one of its datasets
+    is_default: bool = False  # no model was chosen, so that the dimension of the images may choose another one
+
+    def for_dimension(self, dim: int) -> "LoadedModel":
+        """The default model for 2-D images instead of the one for volumes; any other model as it is."""
+        if not self.is_default or dim != 2 or DEFAULT_2D not in available():
+            return self
+        loaded = load_model(DEFAULT_2D, next(self.network.parameters()).device)
+        return replace(loaded, searches_rotation=self.searches_rotation, prepare=self.prepare)
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
@@ -65,8 +73,8 @@ def load_model(
         return replace(model, network=_ready(model.network, device))
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
-    if model == AUTO:
-        return replace(load_model(DEFAULT, device), searches_rotation=True)
+    if model in (AUTO, "default"):
+        return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True)
     path = find_model(model)
     about = read_metadata(path)
     return LoadedModel(

@@ -9,8 +9,8 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import load
 
 WEIGHTS = Path(__file__).parent / "weights"
-DEFAULT = "carl-base"
-SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot"}  # aliases
+DEFAULT, DEFAULT_2D = "carl-base", "carl-2d"
+SHORT = {"default": DEFAULT, "base": "carl-base", "rot": "carl-rot", "2d": "carl-2d"}  # aliases
 
 
 def available() -> list[str]:

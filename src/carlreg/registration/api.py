@@ -71,6 +71,9 @@ def register(
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
     certainty: bool = DEFAULT.certainty,
+    nan: float | None = DEFAULT.nan,
+    frame: int | tuple[int, int] | None = DEFAULT.frame,
+    channel: int | str | tuple[int | str, int | str] | None = DEFAULT.channel,
     device: str | torch.device = DEFAULT.device,
     seed: int = DEFAULT.seed,
     callback: Callable[[int, Loss], None] | None = None,
@@ -100,9 +103,12 @@ def register(
 
     Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
     they do not influence the registration. `certainty` adds the spread of the network's attention, which is quick on a
-    GPU. `progress(text)` is called when a part of the work begins,
-    `callback(step, loss)` at every step of the optimisation. `over` and `fit_to` are older names of `optimize` and
-    `fit_source`.
+    GPU. `progress(text)` is called when a part of the work begins, `callback(step, loss)` at every step of the
+    optimisation.
+
+    `nan` replaces values that are not finite. `frame` is the time point of 4-D images and `channel` that of images in
+    colour, or "luminance"; two values are for the fixed and the moving image. `over` and `fit_to` are older names of
+    `optimize` and `fit_source`.
 
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
@@ -127,6 +133,9 @@ def register(
         fit_source=_renamed("fit_source", fit_source, "fit_to", fit_to),
         allow_identity=allow_identity,
         certainty=certainty,
+        nan=nan,
+        frame=frame,
+        channel=channel,
         device=str(device),
         seed=seed,
     )
@@ -151,7 +160,8 @@ def register_pair(
     """`register`, with its arguments in two values."""
     device, work = choose_device(options.device), Progress(progress)
     work.begin("reading")
-    loaded, case = load_model(model, device), Case.read(inputs)
+    case = Case.read(inputs, options)
+    loaded = load_model(model, device).for_dimension(case.fixed.dim)
     start: PointMap = (lambda points: points) if case.initial is None else case.initial
     rotation = None
     if loaded.searches_rotation:

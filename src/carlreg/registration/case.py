@@ -11,14 +11,15 @@ import torch
 
 from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
-from carlreg.files.images import Image, Matrix, as_image, check_same_grid
+from carlreg.files.images import Choice, Image, Matrix, as_image, check_same_grid
 from carlreg.files.landmarks import read_landmarks
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import PreparedPair, mask_voxels, prepare_pair
-from carlreg.registration.options import PairInputs
+from carlreg.registration.options import PairInputs, RegisterOptions
 
+DEFAULT = RegisterOptions()
 SPACING_RATIO = 100
 """Voxels of two scans whose sizes differ by more than this factor are probably in different units."""
 
@@ -38,8 +39,9 @@ class Case:
     initial: WorldTransform | ItkTransform | None
 
     @classmethod
-    def read(cls, inputs: PairInputs) -> Case:
-        fixed, moving = as_image(inputs.fixed, "fixed"), as_image(inputs.moving, "moving")
+    def read(cls, inputs: PairInputs, options: RegisterOptions = DEFAULT) -> Case:
+        fixed = as_image(inputs.fixed, "fixed", Choice.of(vars(options), "fixed"))
+        moving = as_image(inputs.moving, "moving", Choice.of(vars(options), "moving"))
         if fixed.dim != moving.dim:
             raise InputError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
         return cls(
@@ -91,7 +93,7 @@ def _same(first: Image, second: Image) -> bool:
 def _mask(source: Any, image: Image, name: str) -> Image | None:
     if source is None:
         return None
-    mask = as_image(source, name)
+    mask = images.placed_like(as_image(source, name), image)
     mask_voxels(mask, image)
     return mask
 
@@ -100,7 +102,7 @@ def _labels(source: Any, image: Image, name: str) -> Image | None:
     """A label map. Like a mask, it must lie on the grid of its image: anything else is likely another scan's."""
     if source is None:
         return None
-    labels = images.as_labels(as_image(source, name))
+    labels = images.placed_like(images.as_labels(as_image(source, name)), image)
     check_same_grid(labels, image, "a label map")
     return labels
 

@@ -76,6 +76,13 @@ class RegisterOptions:
     certainty: Annotated[
         bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere."
     ] = False
+    nan: Annotated[float | None, "Replace NaN and infinite values by this number."] = None
+    frame: Annotated[
+        Any, "The time point of 4-D images, or the page of TIFF files, from 0; N,M for fixed and moving."
+    ] = None
+    channel: Annotated[
+        Any, "The channel of images in colour, from 0, or luminance, as for pictures; N,M for fixed and moving."
+    ] = None
     device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps."] = "auto"
     seed: Annotated[int, "Random seed: the same seed gives the same result."] = 0
 
@@ -88,6 +95,10 @@ class RegisterOptions:
             raise InputError(f"io_iterations is {self.io_iterations}; expected 0 or more")
         if self.regularity is not None and not (math.isfinite(self.regularity) and self.regularity >= 0):
             raise InputError(f"regularity is {self.regularity}; expected a number, 0 or more")
+        if self.nan is not None and not (isinstance(self.nan, (int, float)) and math.isfinite(self.nan)):
+            raise InputError(f"nan is {self.nan}; expected a finite number")
+        _check_numbers("frame", self.frame)
+        _check_numbers("channel", self.channel, "luminance")
         if self.io_iterations and self.transform != "deformable" and self.fit_source == "attention":
             raise InputError("fit_source='attention' has nothing to optimise; expected 'network', or io_iterations=0")
 
@@ -98,7 +109,17 @@ class RegisterOptions:
 
     def as_json(self) -> dict[str, Any]:
         """The options as they were asked for, for a report."""
-        return asdict(self) | {"io_sim": self.similarity_name}
+        values = asdict(self) | {"io_sim": self.similarity_name}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _check_numbers(name: str, value: Any, word: str = "") -> None:
+    """Refuse anything but a number from 0, the word, or two of these."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if value is not None and not all(part == word or (isinstance(part, int) and part >= 0) for part in parts):
+        raise InputError(f"{name} is {value!r}; expected a number from 0{f' or {word!r}' if word else ''}")
+    if len(parts) not in (1, 2):
+        raise InputError(f"{name} is {value!r}; expected one for both images, or one for each")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

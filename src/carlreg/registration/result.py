@@ -17,6 +17,7 @@ import torch
 import carlreg
 from carlreg.files import images, transform_files
 from carlreg.files.atomic import write_atomically
+from carlreg.files.choice import is_picture
 from carlreg.files.images import Image
 from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, WITHIN, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
@@ -74,9 +75,10 @@ class Registration:
         ants_warp: bool = False,
         extra: Mapping[str, str | Callable[[], str]] | None = None,
     ) -> Path:
-        """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5` and `report.json`, `warped_seg.nii.gz` if there
-        were labels, and with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts, or
-        functions that return them, by the names of their files.
+        """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5` and `report.json`; `warped_seg.nii.gz` if there
+        were labels; a warped picture, such as `warped.png`, if the moving image is one, in its format and colours; and
+        with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts, or functions that return
+        them, by the names of their files.
 
         The transforms are rounded, to 0.01 mm and 0.01 voxels or less, so that they compress well, unless
         `full_precision`. All files appear together or not at all. Overwriting also removes files of the old result that
@@ -99,6 +101,9 @@ class Registration:
                 work.append(pool.submit(transform_files.write_warp, self.transform, self.fixed, staged[WARP]))
             if self.labels is not None:
                 work.append(pool.submit(images.write, self.labels, staged[WARPED_LABELS]))
+            if is_picture(self.moving.name) and self.warped.dim == 2:
+                picture = f"warped{Path(self.moving.name).suffix.lower()}"
+                work.append(pool.submit(images.write, self.warped, staged[picture]))
             for one in work:
                 one.result()
             memory = peak_memory(self.record.device or "cpu")  # writing may take more than registering

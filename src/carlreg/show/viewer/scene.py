@@ -20,9 +20,10 @@ import numpy as np
 from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
-from carlreg.files.images import Image, ImageError, Matrix, map_points
+from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
 from carlreg.files.results import INVERSE, PAGE, TRANSFORM, WARPED, WARPED_LABELS, InputRecord, ResultFolder
 from carlreg.files.world_transform import ItkTransform, WorldTransform
+from carlreg.registration.options import RegisterOptions
 from carlreg.show.display import DOUBLINGS, determinant, grey_scale
 
 MAP_VOXELS = 2_000_000
@@ -114,6 +115,7 @@ class _Loader:
         self.images: dict[str, Image] = {}
         self.names: dict[str, str] = {}
         self.notes: list[str] = []
+        self.options: Mapping[str, Any] = {}
 
     def load(self) -> Scene:
         transform, inverse = (transform_files.read(self.result(name)) for name in (TRANSFORM, INVERSE))
@@ -129,10 +131,17 @@ class _Loader:
 
     def recorded_inputs(self) -> Mapping[str, InputRecord]:
         try:
-            return ResultFolder(self.folder).read_report().inputs
+            report = ResultFolder(self.folder).read_report()
+            self.options = {} if report.request is None else report.request.options
+            return report.inputs
         except InputError as error:
             self.notes.append(str(error))
             return {}
+
+    def choice(self, side: str) -> Choice:
+        """Which frame and channel of an input were registered."""
+        nan, frame, channel = (self.options.get(name) for name in ("nan", "frame", "channel"))
+        return Choice.of(vars(RegisterOptions(nan=nan, frame=frame, channel=channel)), side)
 
     def result(self, name: str) -> Path:
         """The path of one of the folder's own files."""
@@ -157,7 +166,7 @@ class _Loader:
         problem = "" if labels else f"was not found; put it back or into {self.folder}"
         for path in self.candidates(entry.path, f"{name}.nii.gz"):
             try:
-                return self.add(name, path, self.read_input(path, entry, labels))
+                return self.add(name, path, self.read_input(path, entry, name))
             except (ValueError, OSError) as error:
                 problem = f"is not shown: {user_message(error)}"
         if problem:
@@ -173,11 +182,12 @@ class _Loader:
         # Even a look at a Windows share sends the user's credentials to its host.
         return [path for path in paths if (self.trust or not path.drive.startswith("\\\\")) and os.path.exists(path)]
 
-    def read_input(self, path: Path, entry: InputRecord, labels: bool) -> Image:
+    def read_input(self, path: Path, entry: InputRecord, name: str) -> Image:
         """Read an input if its checksums or the user allow it."""
+        labels = name not in ("fixed", "moving")
         unchanged = entry.sha256 == sha256(path)
         if unchanged or self.allows(path):
-            image = images.read_labels(path) if labels else images.read(path)
+            image = images.read_labels(path) if labels else images.read(path, self.choice(name))
             # A header may have its voxels in another file.
             unchanged = unchanged and (labels or entry.sha256_voxels == _voxel_checksum(image))
             if unchanged or self.allows(path):

@@ -1,0 +1,77 @@
+"""One scalar image of a file that holds more: a time point, a channel or the luminance, with finite values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from carlreg.files.checks import ImageError, Matrix, check_finite, times
+from carlreg.files.results import PICTURES
+
+Voxels = npt.NDArray[Any]
+LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, by ITU-R BT.601
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to take of an image. Of pictures in colour, that is the luminance, unless a channel is chosen."""
+
+    nan: float | None = None  # replaces values that are not finite
+    frame: int | None = None  # a time point of a 4-D image, or a page of a TIFF file
+    channel: int | Literal["luminance"] | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], side: str) -> "Choice":
+        """The choice for one image of a pair. A frame or channel may be given for each: (fixed, moving)."""
+        given = {name: options.get(name) for name in ("nan", "frame", "channel")}
+        return cls(**{k: v[side == "moving"] if isinstance(v, (list, tuple)) else v for k, v in given.items()})
+
+    def check(self, size: Sequence[int], components: int, name: str) -> None:
+        """Refuse an image that is not one scalar 2-D or 3-D image once this is taken of it."""
+        if self._has_frames(len(size), name):
+            size = self._check_frame(size, name)
+        if len(size) not in (2, 3):
+            raise ImageError(f"{name} is {len(size)}-D ({times(size)}); expected one 2-D or 3-D image")
+        channel, coloured = self.channel, components in (3, 4)
+        if components == 1 or (coloured and (channel == "luminance" or (channel is None and is_picture(name)))):
+            return
+        if not isinstance(channel, int) or not 0 <= channel < components:
+            found = f"{name} has {components} components per voxel (colour, vectors or complex numbers)"
+            luminance = ", or --channel luminance" if coloured else ""
+            raise ImageError(f"{found}; expected one: choose it by --channel N, from 0 to {components - 1}{luminance}")
+
+    def _has_frames(self, dim: int, name: str) -> bool:
+        return dim == 4 or (dim == 3 and self.frame is not None and is_picture(name))
+
+    def _check_frame(self, size: Sequence[int], name: str) -> Sequence[int]:
+        *rest, frames = size
+        if self.frame is None or not 0 <= self.frame < frames:
+            expected = f"expected one image: choose a time point by --frame N, from 0 to {frames - 1}"
+            raise ImageError(f"{name} is {len(size)}-D ({times(size)}); {expected}")
+        return rest
+
+    def take(self, voxels: Voxels, affine: Matrix, name: str) -> tuple[Voxels, Matrix, Voxels | None]:
+        """The chosen voxels and their affine map, of voxels (*shape) or (*shape, components); and all components, if
+        the luminance of them was chosen."""
+        dim, colours = len(affine) - 1, None
+        self.check(voxels.shape[:dim], voxels.shape[dim] if voxels.ndim > dim else 1, name)
+        if self._has_frames(dim, name):
+            kept = [*range(dim - 1), dim]
+            voxels, affine = voxels.take(self.frame or 0, axis=dim - 1), affine[np.ix_(kept, kept)]
+        if voxels.ndim == len(affine) and isinstance(self.channel, int):
+            voxels = voxels[..., self.channel]
+        elif voxels.ndim == len(affine):
+            colours, grey = np.ascontiguousarray(voxels), voxels[..., :3] @ np.array(LUMINANCE, np.float32)
+            voxels = (np.rint(grey) if voxels.dtype.kind in "iu" else grey).astype(voxels.dtype)
+        if self.nan is None:
+            check_finite(voxels, name)
+        elif voxels.dtype.kind == "f":
+            voxels = np.where(np.isfinite(voxels), voxels, voxels.dtype.type(self.nan))
+        return np.ascontiguousarray(voxels), affine, colours
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is a picture by its name."""
+    return name.lower().endswith(PICTURES)
