@@ -41,10 +41,10 @@ def features(kind: str, batch: int, queries: int, keys: int, width: int) -> tupl
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
-        monkeypatch.setattr(kernel, "FORWARD", kernel.Blocks(queries=32, keys=16, warps=4, stages=1))
-        monkeypatch.setattr(kernel, "FORWARD_SECOND", kernel.Blocks(queries=16, keys=32, warps=4, stages=1))
-        monkeypatch.setattr(kernel, "BACKWARD_QUERIES", kernel.Blocks(queries=16, keys=32, warps=4, stages=1))
-        monkeypatch.setattr(kernel, "BACKWARD_KEYS", kernel.Blocks(queries=32, keys=16, warps=4, stages=1))
+        monkeypatch.setattr(kernel, "FORWARD", {"BLOCK_Q": 32, "BLOCK_K": 16, "STAGES": 1, "num_warps": 4})
+        monkeypatch.setattr(kernel, "FORWARD_SECOND", {"BLOCK_Q": 16, "BLOCK_K": 32, "STAGES": 1, "num_warps": 4})
+        monkeypatch.setattr(kernel, "BACKWARD_QUERIES", {"BLOCK_Q": 16, "BLOCK_K": 32, "STAGES": 1, "num_warps": 4})
+        monkeypatch.setattr(kernel, "BACKWARD_KEYS", {"BLOCK_Q": 32, "BLOCK_K": 16, "STAGES": 1, "num_warps": 4})
         monkeypatch.setattr(kernel, "PROGRAMS", 8)
 
 

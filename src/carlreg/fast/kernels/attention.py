@@ -12,7 +12,6 @@ positions. Logits are in units of log 2 (queries are scaled beforehand), because
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,26 +190,10 @@ def _backward_keys(
     tl.store(gradient + at * FEATURES + feature, total, mask=inside)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Tile sizes, warps and pipeline stages of one kernel."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-    def options(self, features: int) -> dict[str, int]:
-        """The compile-time constants of a kernel."""
-        constants = {"FEATURES": features, "BLOCK_Q": self.queries, "BLOCK_K": self.keys, "STAGES": self.stages}
-        return {**constants, "num_warps": self.warps}
-
-
-FORWARD = Blocks(queries=128, keys=64, warps=4, stages=3)
-FORWARD_SECOND = Blocks(queries=64, keys=64, warps=4, stages=3)
-BACKWARD_QUERIES = Blocks(queries=64, keys=64, warps=4, stages=3)
-BACKWARD_KEYS = Blocks(queries=64, keys=64, warps=4, stages=3)
-
+Blocks = dict[str, int]
+"""Tile sizes, pipeline stages and warps of one kernel."""
+FORWARD: Blocks = {"BLOCK_Q": 128, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
+FORWARD_SECOND = BACKWARD_QUERIES = BACKWARD_KEYS = FORWARD | {"BLOCK_Q": 64}
 PROGRAMS = 4000
 """Number of programs to aim for: many more than any GPU has multiprocessors, so that the last ones do not wait long."""
 
@@ -226,30 +209,30 @@ def _run_forward(queries: Tensor, keys: Tensor, shape: tuple[int, ...], second: 
     """Sums of the weights and of their moments, in voxels: (B, N, 4 or 10)."""
     batch, count, features = queries.shape
     planes, height, width = (1,) * (3 - len(shape)) + shape
-    query_blocks = triton.cdiv(count, blocks.queries)
-    splits, tiles_per_split = _split(triton.cdiv(height * width, blocks.keys), query_blocks * batch)
+    query_blocks = triton.cdiv(count, blocks["BLOCK_Q"])
+    splits, tiles_per_split = _split(triton.cdiv(height * width, blocks["BLOCK_K"]), query_blocks * batch)
     sums = queries.new_empty(splits, batch, count, 10 if second else 4, dtype=torch.float32)
     sizes = (count, planes, height * width, width, tiles_per_split, batch)
-    _forward[query_blocks, batch, splits](queries, keys, sums, *sizes, SECOND=second, **blocks.options(features))
+    _forward[query_blocks, batch, splits](queries, keys, sums, *sizes, FEATURES=features, SECOND=second, **blocks)
     return sums.sum(dim=0)
 
 
 def _run_backward_queries(queries: Tensor, keys: Tensor, slopes: Tensor, positions: Tensor) -> Tensor:
     (batch, count, features), blocks = queries.shape, BACKWARD_QUERIES
-    query_blocks = triton.cdiv(count, blocks.queries)
-    splits, tiles_per_split = _split(triton.cdiv(keys.shape[1], blocks.keys), query_blocks * batch)
+    query_blocks = triton.cdiv(count, blocks["BLOCK_Q"])
+    splits, tiles_per_split = _split(triton.cdiv(keys.shape[1], blocks["BLOCK_K"]), query_blocks * batch)
     gradient = queries.new_empty(splits, batch, count, features, dtype=torch.float32)
     sizes = (count, keys.shape[1], tiles_per_split, batch)
     launch = _backward_queries[query_blocks, batch, splits]
-    launch(queries, keys, slopes, positions, gradient, *sizes, **blocks.options(features))
+    launch(queries, keys, slopes, positions, gradient, *sizes, FEATURES=features, **blocks)
     return gradient.sum(dim=0)
 
 
 def _run_backward_keys(queries: Tensor, keys: Tensor, slopes: Tensor, positions: Tensor) -> Tensor:
     (batch, count, features), blocks = keys.shape, BACKWARD_KEYS
     gradient = torch.empty_like(keys, dtype=torch.float32)
-    launch = _backward_keys[triton.cdiv(count, blocks.keys), batch]
-    launch(queries, keys, slopes, positions, gradient, queries.shape[1], count, **blocks.options(features))
+    launch = _backward_keys[triton.cdiv(count, blocks["BLOCK_K"]), batch]
+    launch(queries, keys, slopes, positions, gradient, queries.shape[1], count, FEATURES=features, **blocks)
     return gradient
 
 
@@ -265,10 +248,7 @@ def _positions(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if max(planes) > 256 * 256:
         raise InputError(f"the grid has sides {shape}; expected at most {256 * 256} voxels a side")
     axes = torch.meshgrid(*(torch.arange(n, device=like.device) for n in planes), indexing="ij")
-    columns = []
-    for axis in axes:
-        low, high = axis % 256, axis - axis % 256
-        columns += [low, low, high, high]
+    columns = [digit for axis in axes for digit in (axis % 256, axis % 256, axis - axis % 256, axis - axis % 256)]
     columns += [torch.ones_like(axes[0])] * 3
     return F.pad(torch.stack(columns, dim=-1).reshape(-1, 15), (0, 1)).to(_wide(like.dtype))
 

@@ -310,15 +310,10 @@ class _Sample(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, points: Tensor, mirror: bool, add: bool) -> Tensor:
         values, points = _dense(values), points.contiguous()
-        batch = max(len(values), len(points))
-        sides = points.shape[1:-1]
-        if add:
-            out = points.new_empty(batch, *sides, points.shape[-1])
-        else:
-            out = points.new_empty(batch, values.shape[1], *sides)
         ctx.save_for_backward(values, points)
         ctx.options = {"MIRROR": mirror, "ADD": add}
         grid, geometry, options = _launch(values, points, add)
+        out = points.new_empty(grid[1], *(points.shape[1:] if add else (values.shape[1], *points.shape[1:-1])))
         _sample[grid](values, points, out, *geometry, **options, **ctx.options)
         return out
 
