@@ -4,16 +4,20 @@
     python experiments/base/two_d.py carry/p2d/two_d.npz --out OUT --score OUT/model.safetensors
 
 The pack is made by `prepare_2d.py`. A batch holds pairs of five kinds: a retina's vessels warped as in
-`experiments/retina`; the same place in two subjects; a slice and the same slice deformed; label maps of two heads, each
-rendered in its own contrast; and two views of random shapes. Pairs are mirrored, transposed and placed at random, many
-in a larger, empty image. The network sees some images in a random contrast; the loss is computed on the original ones
-and on their labels.
+`experiments/retina`; the same place in two subjects; a slice, deformed; label maps of two heads, each rendered in its
+own contrast; and random shapes, deformed and rendered likewise. Pairs are mirrored, transposed and placed at random,
+many in a larger, empty image. The network sees some images in a random contrast; the loss is computed on the original
+ones and on their labels. A batch is drawn in one pass on the device.
 
-Training has two parts: first pairs in nearly the same place, with diffusion and then with GradICON; then pairs with
-large shifts, rotations and scales. By default, the second part has as many steps as fit into `--seconds`, measured on
-the first part. A run that was cut off resumes with the same command. Writes the best model on `dev` (training subjects
-kept back), in half precision. `--score` writes scores.json: Dice on `dev`, and of the vessels on all test pairs of
-`experiments/retina`, of the network alone and with the default optimisation of the fields.
+Training has two parts. First the encoder alone learns to match positions, from pairs whose true map is known: the
+cross-entropy between the attention of a voxel and its true position, as in `experiments/rotation/encoder.py`. With
+diffusion or GradICON from the start, a new network maps all points to the same place. Then the whole network is trained
+with GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. A run that
+was cut off in the second part resumes with the same command.
+
+Writes the best model on `dev` (training subjects kept back), in half precision. `--score` writes scores.json: Dice on
+`dev`, and of the vessels on all test pairs of `experiments/retina`, of the network alone and with the default
+optimisation of the fields. `--measure` writes the time of a step and of drawing a batch to speed.json.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,23 +40,24 @@ from torch import Tensor
 
 from carlreg import Affine, RegistrationAlgorithm, carl, load, save, warp
 from carlreg.fast.precision import mixed_precision
-from carlreg.geometry.grids import interpolate, voxel_points
+from carlreg.geometry.grids import interpolate, pool, voxel_points
 from carlreg.geometry.jacobian import folding
-from carlreg.geometry.resizing import resize
+from carlreg.geometry.resizing import resize, resize_labels
 from carlreg.geometry.transforms import Transform
+from carlreg.model.algorithms import CoordinateAttention
+from carlreg.model.zoo import first_step
 from carlreg.objective.instance import FIELD_STEPS, optimize_fields
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
-from carlreg.synthesis.waves import Waves
 from carlreg.training.batches import Batch
 from carlreg.training.loop import Progress, train
 from carlreg.training.stages import Stage
+from carlreg.training.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "retina"))
 from data import (  # type: ignore[import-not-found]
     ELASTIC,
     PADDING,
-    POOLING,
     VARIANTS,
     Pairs,
     build,
@@ -68,16 +73,26 @@ COUNTS = {"retina": 4, "subjects": 3, "deformed": 2, "maps": 1, "shapes": 2}
 SETS = {"brain": 0.3, "brain_ibsr": 0.08, "abdomen": 0.25, "abdomen_mr": 0.08, "cardiac": 0.2, "hippocampus": 0.07}
 SETS |= {"lung": 0.02}
 """Relative frequency of each set among the pairs of slices."""
-STRUCTURES, HEAD_LABELS = 14, 64
-"""Numbers of labels in the loss and, at most, in a map of `brain_maps`."""
+STRUCTURES, MAP_LABELS = 14, 64
+"""Numbers of labels in the loss and, at most, in a label map."""
+SHAPES = 320
+"""Number of random shapes."""
+FINER = 1.125
+"""Side of the source images for one of the network's grid."""
 DEV_RETINAS = 3
 """The last training retinas are kept back."""
 VESSEL = 0.2
 """Threshold for vessels after averaging, as in `experiments/retina`."""
-NEAR = (150, 1350)
-"""Steps of the first part: with diffusion, then with GradICON."""
+DISC = 0.48
+"""Radius of a camera's field of view, in widths of the picture."""
 MOST_ROOM = 0.7
 """Largest empty space around an image, as a fraction of its side."""
+QUERIES = 1024
+"""Voxels of the coarse grid to match in the other image."""
+CONTENT = 0.03
+"""Least local contrast of voxels to match."""
+WARM_UP = 200
+"""Steps of the second part before its speed is known."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class Spread:
     """Share of the retinas that are placed as in Shift and Scale Shift."""
 
 
-CLOSE = Spread(0.03, 0.03, 0.02, 0.02, 0.0, 0.0)
+STILL = Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 FAR = Spread(0.15, 0.10, 0.05, 0.06, 0.3, 0.6)
 
 
@@ -103,19 +118,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="continue from this model file, with the second part only")
+    parser.add_argument("--model", type=Path, help="continue from this model file, with the second part alone")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit of this call")
+    parser.add_argument("--matching", type=int, default=2000, help="steps of the first part")
+    parser.add_argument("--matching-rate", type=float, default=1e-3, help="learning rate of the first part")
     parser.add_argument("--steps", type=int, help="steps of the second part; by default as many as fit into --seconds")
-    parser.add_argument("--near", type=int, nargs=2, default=NEAR, help="steps of the first part")
-    parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")
-    parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of the cosine schedule")
+    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of the second part")
+    parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of its cosine schedule")
     parser.add_argument("--changed", type=float, default=0.35, help="share of input images in a random contrast")
     parser.add_argument("--counts", type=json.loads, default={}, help="numbers that replace those of COUNTS, as JSON")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
     parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the encoder, to try the script")
     parser.add_argument("--validate-every", type=int, default=1000)
     parser.add_argument("--no-graphs", action="store_true", help="do not replay steps as CUDA graphs")
     parser.add_argument("--score", type=Path, metavar="MODEL", help="score this model; do not train")
+    parser.add_argument("--measure", action="store_true", help="time training steps; do not train")
     parser.add_argument("--retinas", type=int, help="score only N test retinas, to try the script")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
@@ -144,8 +162,11 @@ def main() -> None:
     if arguments.model is not None:
         model = load(arguments.model, device=device)
     else:
-        model = carl(2, 3, width=WIDTH, unet_down=DOWN, unet_up=UP).to(device)
+        model = carl(2, 3, width=arguments.width, unet_down=DOWN, unet_up=UP).to(device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {data}", flush=True)
+    if arguments.measure:
+        write(about | measure(model, data, arguments.label_weight), out / "speed.json")
+        return
 
     def on_dev(model: RegistrationAlgorithm) -> float:
         start, scores = time.monotonic(), data.evaluate(model)
@@ -154,53 +175,49 @@ def main() -> None:
         print(f"dev {mean:.4f} ({time.monotonic() - start:.1f} s)", short, flush=True)
         return mean
 
-    def run(
-        model: RegistrationAlgorithm, spread: Spread, stages: Sequence[Stage], folder: Path
-    ) -> RegistrationAlgorithm:
+    clock: dict[int, float] = {}
+
+    def show(progress: Progress) -> None:
+        clock[progress.step] = progress.seconds
+        if progress.step % 500 == 0 or progress.step <= WARM_UP:
+            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
+            print(f"step {progress.step} ({progress.seconds:.0f} s): {parts}, folds {progress.folds:.1f} %", flush=True)
+
+    def run(model: RegistrationAlgorithm, stage: Stage, folder: Path) -> RegistrationAlgorithm:
         return train(
             model,
-            lambda generator: data.draw(generator, spread),
-            stages,
+            lambda generator: data.draw(generator, FAR).batch(),
+            [stage],
             out=folder,
             seed=arguments.seed,
             validate=on_dev,
             validate_every=arguments.validate_every,
             save_every=arguments.validate_every,
-            log_every=100,
+            log_every=50,
             seconds=max(arguments.seconds - (time.monotonic() - began), 0),
             graphs=False if arguments.no_graphs else None,
             callback=show,
         )
 
+    matched = out / "matched.safetensors"
+    if arguments.model is None and matched.exists():
+        model = load(matched, device=device)
+    elif arguments.model is None:
+        match(model, data, arguments.matching, arguments.matching_rate, arguments.seed, out / "matching.jsonl")
+        save(model, matched)
+        on_dev(first_step(model).eval())
+    common = {"learning_rate": arguments.rate, "label_weight": arguments.label_weight}
+    model = run(model, Stage(WARM_UP, warm_up=50, **common), out / "start")
     plan = out / "plan.json"
-    if arguments.steps is None and not plan.exists() and (arguments.model or (out / "near").exists()):
-        parser.error("expected --steps: the speed is measured only if the first part runs in this call")
-    if arguments.model is None:
-        first, second = arguments.near
-        labels = arguments.label_weight
-        near = [
-            Stage(first, "diffusion", learning_rate=arguments.rate, label_weight=labels),
-            Stage(second, learning_rate=arguments.rate, label_weight=labels),
-        ]
-        start = time.monotonic()
-        model = run(model, CLOSE, near, out / "near")
-        pace = (time.monotonic() - start) / (first + second)
-        if time.monotonic() - began > arguments.seconds:
-            print("time limit reached in the first part", flush=True)
-            return
     if not plan.exists():
         left = arguments.seconds - (time.monotonic() - began) - 10  # for the last validations
-        plan.write_text(json.dumps({"steps": arguments.steps or max(int(0.97 * left / pace), 1)}) + "\n")
+        if arguments.steps is None and not {WARM_UP // 2, WARM_UP} <= clock.keys():
+            parser.error("expected --steps: the speed is measured only if the second part begins in this call")
+        steps = arguments.steps or int(0.95 * left * (WARM_UP / 2) / (clock[WARM_UP] - clock[WARM_UP // 2]))
+        plan.write_text(json.dumps({"steps": max(steps, 1)}) + "\n")
     steps = json.loads(plan.read_text())["steps"]
-    print(f"{steps} steps in the second part", flush=True)
-    far = Stage(
-        steps,
-        warm_up=50,
-        learning_rate=arguments.rate,
-        final_learning_rate=arguments.final_rate,
-        label_weight=arguments.label_weight,
-    )
-    model = run(model, FAR, [far], out / "run")
+    print(f"{steps} steps after {time.monotonic() - began:.0f} s", flush=True)
+    model = run(model, Stage(steps, final_learning_rate=arguments.final_rate, **common), out / "run")
     final = on_dev(model)
     best = out / "run" / "best.safetensors"
     if best.exists():
@@ -209,27 +226,14 @@ def main() -> None:
             model, final = candidate, score
     facts = {"name": "carl-2d", "grid": f"{arguments.side} {arguments.side}"}
     save(model, out / "model.safetensors", dtype=torch.float16, metadata=facts)
-    log = [line for part in ("near", "run") for line in lines(out / part / "log.jsonl")]
-    (out / "log.jsonl").write_text("".join(log))
+    parts = (out / "matching.jsonl", out / "start" / "log.jsonl", out / "run" / "log.jsonl")
+    (out / "log.jsonl").write_text("".join(part.read_text() for part in parts if part.exists()))
     size = (out / "model.safetensors").stat().st_size / 2**20
     settings = {
-        "near": arguments.near,
-        "steps": steps,
-        "rate": arguments.rate,
-        "far": asdict(FAR),
-        "counts": data.counts,
+        name: getattr(arguments, name) for name in ("matching", "rate", "final_rate", "changed", "label_weight")
     }
+    settings |= {"steps": steps, "far": asdict(FAR), "counts": data.counts}
     write(about | {"dev_mean": final, "model_mib": round(size, 3), "settings": settings}, out / "trained.json")
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.exists() else []
-
-
-def show(progress: Progress) -> None:
-    if progress.step % 500 == 0:
-        parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
-        print(f"step {progress.step} ({progress.seconds:.0f} s): {parts}, skipped {progress.skipped}", flush=True)
 
 
 def write(report: dict[str, Any], path: Path) -> None:
@@ -237,161 +241,256 @@ def write(report: dict[str, Any], path: Path) -> None:
     print(json.dumps(report), flush=True)
 
 
-Views = tuple[Tensor, Tensor, Tensor]
-"""Input images, images for the loss, (2n, 1, side, side), and labels, (2n, STRUCTURES, side, side) with 0 and 1: those
-of all moving images, then those of all fixed ones."""
+def measure(model: RegistrationAlgorithm, data: Pictures, label_weight: float) -> dict[str, float]:
+    """Milliseconds of a training step alone and of drawing a batch alone."""
+    on_gpu = data.device.type == "cuda"
+    count, warm = (100, 20) if on_gpu else (2, 1)
+    step = TrainingStep(model.train(), Stage(1, label_weight=label_weight), device=data.device)
+    batch = data.draw(torch.Generator().manual_seed(0), FAR).batch()
+
+    def milliseconds(work: Callable[[int], object]) -> float:
+        began = 0.0
+        for number in range(warm + count):
+            if number == warm:
+                if on_gpu:
+                    torch.cuda.synchronize()
+                began = time.monotonic()
+            work(number)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return 1000 * (time.monotonic() - began) / count
+
+    return {
+        "step_ms": milliseconds(lambda number: step(batch, 1e-6, number)),
+        "drawing_ms": milliseconds(lambda number: data.draw(torch.Generator().manual_seed(number), FAR).batch()),
+    }
+
+
+# ---- matching positions ---------------------------------------------------------------------------------------------
+
+
+def match(model: RegistrationAlgorithm, data: Pictures, steps: int, rate: float, seed: int, log: Path) -> None:
+    """Train the encoder alone to match positions."""
+    xi = next(part for part in model.modules() if isinstance(part, CoordinateAttention))
+    optimizer = torch.optim.Adam(xi.parameters(), lr=rate, fused=True)
+    stage = Stage(steps, warm_up=50, learning_rate=rate, final_learning_rate=rate / 50)
+    began = time.monotonic()
+    xi.train()
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = stage.rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss = matching_loss(xi, data.draw(generator, FAR, known=True), generator)
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            entry = {"matching": step + 1, "loss": float(loss.detach()), "seconds": round(time.monotonic() - began, 1)}
+            if (step + 1) % 500 == 0 or step + 1 == steps:
+                entry |= {"median_error_in_voxels": error_in_voxels(first_step(model), data)}
+            print(entry, flush=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def matching_loss(xi: CoordinateAttention, drawn: Drawn, generator: torch.Generator) -> Tensor:
+    """Mean cross-entropy between the attention of voxels with content and the weights of linear interpolation at their
+    true position in the moving image."""
+    coarse = pool(pool(drawn.inputs))
+    with mixed_precision(coarse.device):
+        features = xi.features(coarse)
+    keys, queries = (xi.length * F.normalize(features.float(), dim=-1)).chunk(2)
+    chosen = torch.randint(coarse.shape[2] * coarse.shape[3], (QUERIES,), generator=generator).to(coarse.device)
+    asked = xi.crop(queries).flatten(1, -2)[:, chosen]
+    truth, weight = (part.flatten(1, 2)[:, chosen] for part in drawn.coarse_truth())
+    at = (truth * (coarse.shape[-1] - 1) + xi.padding) / (keys.shape[1] - 1)
+    weight = weight * ((at > 0) & (at < 1)).all(-1)
+    right = interpolate(keys.movedim(-1, 1), at).mT
+    with mixed_precision(keys.device):
+        logits = asked @ keys.flatten(1, -2).mT
+    loss = logits.float().logsumexp(dim=-1) - (asked * right).sum(dim=-1)
+    return (weight * loss).sum() / weight.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def error_in_voxels(xi: RegistrationAlgorithm, data: Pictures) -> float:
+    """Median distance of Ξθ's matches from the true positions, in voxels of its coarse grid, on one batch."""
+    drawn = data.draw(torch.Generator().manual_seed(0), FAR, known=True)
+    moving, fixed = drawn.inputs.chunk(2)
+    was = xi.training
+    with mixed_precision(data.device):
+        points = xi.eval()(moving, fixed).on_grid_of(fixed)
+    xi.train(was)
+    truth, weight = drawn.coarse_truth()
+    found = to_coarse(pool(pool(points.movedim(-1, 1).float())), drawn.inputs.shape[-1]).movedim(1, -1)
+    return float(((found - truth) * (truth.shape[1] - 1)).norm(dim=-1)[weight > 0].median())
+
+
+def to_coarse(points: Tensor, side: int) -> Tensor:
+    """Unit coordinates of an image of this side as those of the image pooled twice, whose outermost voxel centres lie
+    inside the image's."""
+    return 0.5 + (points - 0.5) / (1 - 3 / (side - 1))
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+class Drawn(NamedTuple):
+    """All moving, then all fixed images of a batch."""
+
+    inputs: Tensor  # (2n, 1, side, side), like `targets`, the images for the loss
+    targets: Tensor
+    labels: Tensor  # (2n, STRUCTURES, side, side) with 0 and 1
+    points: Tensor  # (2n, side, side, 2), positions in the source images
+    matrix: Tensor  # (2n, 2, 3), the affine part of `points`
+
+    def batch(self) -> Batch:
+        (moving, fixed), (moving_target, fixed_target), (moving_labels, fixed_labels) = (
+            part.chunk(2) for part in (self.inputs, self.targets, self.labels)
+        )
+        return Batch(moving, fixed, moving_labels, fixed_labels, moving_target, fixed_target)
+
+    def coarse_truth(self) -> tuple[Tensor, Tensor]:
+        """Where the voxels of the fixed images, pooled twice, lie in the moving ones, in unit coordinates of the pooled
+        images, (n, *coarse, 2); and 1 where there is content, else 0, (n, *coarse). For pairs with a known map."""
+        source = pool(pool(self.points.chunk(2)[1].movedim(-1, 1))).movedim(1, -1)
+        truth = to_coarse(Affine(self.matrix.chunk(2)[0]).inverse()(source), self.points.shape[1])
+        image = pool(pool(self.targets.chunk(2)[1]))
+        contrast = F.max_pool2d(image, 5, 1, 2) + F.max_pool2d(-image, 5, 1, 2)
+        return truth, (contrast[:, 0] > CONTENT).float()
 
 
 class Pictures:
-    """Retinas and slices on the device, drawn as pairs for training and as labelled pairs for scoring."""
+    """Retinas, slices and shapes on the device, drawn as pairs for training and as labelled pairs for scoring."""
 
     def __init__(self, path: Path, side: int, device: torch.device, counts: dict[str, int], changed: float) -> None:
         self.side, self.device, self.counts, self.changed = side, device, counts, changed
         every, self.test_retinas = load_retinas(path, device)
-        self.retinas, self.dev_retinas = every[:-DEV_RETINAS], every[-DEV_RETINAS:]
-        height, width = every.shape[2:]
-        self.splines = [[spline_matrix(count, n).float().to(device) for n in (height, width)] for _, count in ELASTIC]
-        centred = voxel_points(every[:1]) - 0.5
-        away = (centred * torch.tensor([height, width], device=device)).square().sum(-1)
-        self.disc = (away < (0.48 * width) ** 2).float()[None]  # what a camera sees
+        retinas, kept_back = every[:-DEV_RETINAS], every[-DEV_RETINAS:]
+        self.height = every.shape[2]
+        self.sizes = torch.tensor(every.shape[2:], device=device)
+        self.splines = [spline_matrix(count, 48).float().to(device) for _, count in ELASTIC]
         self.grid = voxel_points(torch.zeros(1, 1, side, side, device=device))
-        images: list[Tensor] = []
-        labels: list[Tensor] = []
+        sides = (round(FINER * side),) * 2
+        images = [resize(retinas, sides).mul(255).round().byte()]
+        labels = [torch.zeros_like(images[0])]
         self.groups: dict[tuple[str, bool], list[list[int]]] = {}
-        """Numbers of the slices of a set, for training (False) or dev (True), that can be paired."""
+        """Numbers of the images of a kind, for training (False) or dev (True), that can be paired."""
+        self.groups["retina", False] = [[number] for number in range(len(retinas))]
         with np.load(path) as pack:
             for name in (*SETS, "brain_maps"):
                 first = sum(len(part) for part in images)
-                images.append(torch.from_numpy(pack[f"{name}/images"]))
-                labels.append(torch.from_numpy(pack[f"{name}/labels"]))
+                slices, maps = (
+                    torch.from_numpy(pack[f"{name}/{part}"])[:, None].to(device) for part in ("images", "labels")
+                )
+                is_map = name == "brain_maps"
+                images.append(resize_labels(slices, sides) if is_map else resize(slices.float(), sides).round().byte())
+                labels.append(resize_labels(maps, sides))
                 places, subjects, dev = (pack[f"{name}/{part}"].tolist() for part in ("place", "subject", "dev"))
                 groups: dict[Any, list[int]] = {}
                 for number, (place, subject, kept) in enumerate(zip(places, subjects, dev, strict=True)):
                     groups.setdefault((kept, place, subject if name == "lung" else 0), []).append(first + number)
                 for (kept, *_), members in groups.items():
                     self.groups.setdefault((name, kept), []).append(members)
-        self.images, self.labels = (torch.cat(parts)[:, None].to(device) for parts in (images, labels))
-        self.dev = {variant: some(build(self.dev_retinas, variant, seed=2)) for variant in VARIANTS[:2]}
+        first = sum(len(part) for part in images)
+        own = torch.Generator(device).manual_seed(0)
+        shapes = [random_anatomy(sides, 16, generator=own).moving_labels.byte() for _ in range(SHAPES // 16)]
+        self.groups["shapes", False] = [[first + number] for number in range(SHAPES)]
+        self.images, self.labels = (torch.cat([*parts, *shapes]) for parts in (images, labels))
+        self.dev = {variant: some(build(kept_back, variant, seed=2)) for variant in VARIANTS[:2]}
 
     def __repr__(self) -> str:
-        return f"{len(self.retinas)} retinas for training, {len(self.images)} slices for training and dev"
+        return f"{len(self.groups['retina', False])} retinas for training, {len(self.images)} sources in all"
 
-    # ---- training ----
-
-    def draw(self, generator: torch.Generator, spread: Spread) -> Batch:
-        """A batch with `counts` pairs of each kind."""
+    def draw(self, generator: torch.Generator, spread: Spread, known: bool = False) -> Drawn:
+        """A batch with `counts` pairs of each kind. If their maps are to be `known`, both images of a pair have the
+        same source, and only the fixed one is deformed."""
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        kinds = {
-            "retina": self._retinas,
-            "subjects": self._subjects,
-            "deformed": self._deformed,
-            "maps": self._maps,
-            "shapes": self._shapes,
-        }
-        parts = [kinds[kind](count, spread, generator, own) for kind, count in self.counts.items() if count]
-        halves = [list(zip(*(part.chunk(2) for part in same), strict=True)) for same in zip(*parts, strict=True)]
-        (moving, fixed), (moving_target, fixed_target), (moving_labels, fixed_labels) = (
-            (torch.cat(first), torch.cat(second)) for first, second in halves
-        )
-        return Batch(moving, fixed, moving_labels, fixed_labels, moving_target, fixed_target)
-
-    def _retinas(self, count: int, spread: Spread, generator: torch.Generator, own: torch.Generator) -> Views:
-        """Vessels, the fixed ones warped, and half of the moving ones a little; some as they look in a photograph."""
-        chosen = torch.randint(len(self.retinas), (count,), generator=generator).to(self.device)
-        source = torch.cat([self.retinas[chosen], self.disc.expand(count, -1, -1, -1)], dim=1)
-        strength = torch.cat([0.6 * flip(count, 0.5, generator), torch.ones(count)]).to(self.device)
-        warped = interpolate(torch.cat([source, source]), self._elastic(strength, own), outside="zeros")
+        kinds = [kind for kind, count in self.counts.items() for _ in range(count)]
+        pairs, count, retinas = [self._choose(generator, kind) for kind in kinds], len(kinds), kinds.count("retina")
+        if known:
+            pairs = [(first, first) for first, _ in pairs]
+        strength = 0.3 + 0.7 * torch.rand(2, count, generator=generator)
+        strength[0] *= 0.0 if known else 0.6 * flip(count, 0.5, generator)
+        strength[1, :retinas] = 1.0
+        strength *= torch.tensor([first == second for first, second in pairs])  # subjects differ as they are
         matrix = place(count, spread, generator)
-        exact = flip(count, 0.5, generator).bool().repeat(2)  # as they are tested
-        matrix = torch.where(exact[:, None, None], place(count, STILL, generator), matrix)
-        height = source.shape[2]
-        tall = torch.tensor([1 + PADDING / height, 1.0])
-        matrix = tall[:, None] * matrix  # padded below
-        shifted, swapped, small = (flip(count, share, generator) for share in (spread.shifted, 0.5, 0.3))
-        above = torch.cat([shifted * swapped, shifted * (1 - swapped)])
-        matrix[:, 0, 2] -= above * PADDING / height
-        zoom = 1 + 0.25 * torch.cat([torch.zeros(count), shifted * small])
-        matrix = zoom[:, None, None] * matrix
-        matrix[..., 2] += 0.5 * (1 - zoom[:, None])
-        placed = interpolate(F.avg_pool2d(warped, POOLING), self._points(matrix), outside="zeros")
-        vessels, disc = placed.split(1, dim=1)
-        photographed = self._some(2 * count, 0.25, own)
-        inputs = torch.where(photographed, photograph(vessels, disc, own), self._recoloured(vessels, own))
-        labels = torch.zeros(2 * count, STRUCTURES, self.side, self.side, dtype=torch.uint8, device=self.device)
-        labels[:, :1] = vessels > VESSEL
-        return inputs, vessels, labels
+        where = torch.cat([torch.arange(retinas), count + torch.arange(retinas)])
+        matrix[where] = self._retina_places(matrix[where], spread, generator)
+        matrix = matrix.to(self.device, non_blocking=True)
+        points = self._deformed(Affine(matrix)(self.grid), strength.flatten().to(self.device), own)
+        index = torch.tensor(pairs).T.flatten().to(self.device)
+        return Drawn(*self._views(index, points, kinds, own), points, matrix)
 
-    def _elastic(self, strength: Tensor, own: torch.Generator) -> Tensor:
-        """Source points of warps as in `experiments/retina`, of this strength each: (n, height, width, 2)."""
-        points, fields = voxel_points(self.retinas[:1]), []
-        size = torch.tensor(self.retinas.shape[2:], device=self.device) - 1
-        for (sigma, count), (rows, columns) in zip(ELASTIC, self.splines, strict=True):
-            shifts = torch.randn(len(strength), 2, count, count, generator=own, device=self.device)
-            fields.append(sigma * strength[:, None, None, None] * (rows @ shifts @ columns.mT) / size[:, None, None])
-        second = points + fields[1].movedim(1, -1)
-        return second + interpolate(fields[0], second).movedim(1, -1)
-
-    def _subjects(self, count: int, spread: Spread, generator: torch.Generator, own: torch.Generator) -> Views:
-        """The same place in two subjects, or in two scans of one."""
-        pairs = [self._choose(generator) for _ in range(count)]
-        return self._slices([*zip(*pairs, strict=True)], self._points(place(count, spread, generator)), own)
-
-    def _deformed(self, count: int, spread: Spread, generator: torch.Generator, own: torch.Generator) -> Views:
-        """A slice twice, each time deformed in another way."""
-        same = [self._choose(generator)[0] for _ in range(count)]
-        slope = 0.2 + 0.5 * torch.rand(2 * count, generator=own, device=self.device)
-        waves = Waves.random(2 * count, 2, wavelength=(0.25, 1.2), slope=slope, generator=own)
-        return self._slices([same, same], waves(self._points(place(count, spread, generator))), own)
-
-    def _slices(self, numbers: Sequence[Sequence[int]], points: Tensor, own: torch.Generator) -> Views:
-        index = torch.tensor([*itertools.chain(*numbers)]).to(self.device)
-        images = interpolate(self.images[index].float() / 255, points, outside="zeros")
-        labels = interpolate(self.labels[index].float(), points, mode="nearest", outside="zeros")
-        return self._recoloured(images, own), images, one_hot(labels)
-
-    def _maps(self, count: int, spread: Spread, generator: torch.Generator, own: torch.Generator) -> Views:
-        """Label maps of two heads, each in its own contrast, and in a common one for the loss."""
-        pairs = [self._choose(generator, "brain_maps") for _ in range(count)]
-        index = torch.tensor([*itertools.chain(*zip(*pairs, strict=True))]).to(self.device)
-        points = self._points(place(count, spread, generator))
-        heads, labels = (
-            interpolate(maps[index].float(), points, mode="nearest", outside="zeros")
-            for maps in (self.images, self.labels)
-        )
-        inputs = render(heads, own, colours=random_colours(2 * count, HEAD_LABELS, own))
-        common = random_colours(count, HEAD_LABELS, own).repeat(2, 1)
-        return inputs, render(heads, own, colours=common, plain=True), one_hot(labels)
-
-    def _shapes(self, count: int, spread: Spread, generator: torch.Generator, own: torch.Generator) -> Views:
-        """Two views of random shapes, and the same in a common contrast for the loss."""
-        shift = 0.15 if spread.room else 0.02
-        made = random_anatomy((self.side, self.side), count, generator=own, affine=spread.scale, shift=shift)
-        maps = torch.cat([made.moving_labels, made.fixed_labels])
-        common = random_colours(count, HEAD_LABELS, own).repeat(2, 1)
-        return torch.cat([made.moving, made.fixed]), render(maps, own, colours=common, plain=True), one_hot(maps)
-
-    def _choose(self, generator: torch.Generator, name: str | None = None) -> tuple[int, int]:
-        """Numbers of two training slices at the same place of a random set."""
+    def _choose(self, generator: torch.Generator, kind: str) -> tuple[int, int]:
+        """Numbers of the moving and the fixed source of a pair."""
 
         def below(count: int) -> int:
             return int(torch.randint(count, (), generator=generator))
 
-        if name is None:
+        name = "brain_maps" if kind == "maps" else kind
+        if kind in ("subjects", "deformed"):
             weights = torch.tensor(list(SETS.values()))
             name = list(SETS)[int(torch.multinomial(weights, 1, generator=generator))]
         groups = self.groups[name, False]
-        first, second = torch.randperm(len(members := groups[below(len(groups))]), generator=generator)[:2].tolist()
-        return members[first], members[second]
+        members = groups[below(len(groups))]
+        if kind in ("subjects", "maps"):
+            first, second = torch.randperm(len(members), generator=generator)[:2].tolist()
+            return members[first], members[second]
+        one = members[below(len(members))]
+        return one, one
 
-    def _points(self, matrix: Tensor) -> Tensor:
-        """The points (n, side, side, 2) to which matrices (n, 2, 3) take the voxels of the network's grid."""
-        return Affine(matrix.to(self.device, non_blocking=True))(self.grid)
+    def _retina_places(self, matrix: Tensor, spread: Spread, generator: torch.Generator) -> Tensor:
+        """Pad as in `experiments/retina`: both images below, or one of them above, and of those some shrunk."""
+        count, padding = len(matrix) // 2, PADDING / self.height
+        exact = flip(count, 0.5, generator).bool().repeat(2)[:, None, None]  # as they are tested
+        matrix = torch.where(exact, place(count, STILL, generator), matrix)
+        matrix = torch.tensor([1 + padding, 1.0])[:, None] * matrix
+        shifted, swapped, small = (flip(count, share, generator) for share in (spread.shifted, 0.5, 0.3))
+        matrix[:, 0, 2] -= padding * torch.cat([shifted * swapped, shifted * (1 - swapped)])
+        zoom = 1 + 0.25 * torch.cat([torch.zeros(count), shifted * small])
+        matrix = zoom[:, None, None] * matrix
+        matrix[..., 2] += 0.5 * (1 - zoom[:, None])
+        return matrix
 
-    def _recoloured(self, images: Tensor, own: torch.Generator) -> Tensor:
-        return torch.where(self._some(len(images), self.changed, own), random_contrast(images, own), images)
+    def _deformed(self, points: Tensor, strength: Tensor, own: torch.Generator) -> Tensor:
+        """Points (m, side, side, 2), moved by elastic grids as in `experiments/retina`, of this strength each."""
+        scale = strength[:, None, None, None] / self.sizes[:, None, None]
+        for (sigma, count), spline in reversed(list(zip(ELASTIC, self.splines, strict=True))):
+            shifts = torch.randn(len(strength), 2, count, count, generator=own, device=self.device)
+            points = points + interpolate(spline @ (sigma * scale * shifts) @ spline.mT, points).movedim(1, -1)
+        return points
 
-    def _some(self, count: int, share: float, own: torch.Generator) -> Tensor:
-        return torch.rand(count, 1, 1, 1, generator=own, device=self.device) < share
+    def _views(
+        self, index: Tensor, points: Tensor, kinds: list[str], own: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Input images, images for the loss and labels."""
+        count, both = len(kinds), 2 * kinds
+
+        def numbers(*wanted: str) -> Tensor:
+            return torch.tensor([n for n, kind in enumerate(both) if kind in wanted]).to(self.device)
+
+        def chance(count: int, share: float) -> Tensor:
+            return torch.rand(count, 1, 1, 1, generator=own, device=self.device) < share
+
+        labels = interpolate(self.labels[index].float(), points, mode="nearest", outside="zeros")
+        inputs, targets = torch.empty_like(labels), torch.empty_like(labels)
+        maps, pictures = numbers("maps", "shapes"), numbers("retina", "subjects", "deformed")
+        images = interpolate(self.images[index[pictures]].float() / 255, points[pictures], outside="zeros")
+        targets[pictures] = images
+        inputs[pictures] = torch.where(chance(len(images), self.changed), random_contrast(images, own), images)
+        if "retina" in kinds:
+            retinas = numbers("retina")
+            vessels, away = targets[retinas], ((points[retinas] - 0.5) * self.sizes).norm(dim=-1)
+            photo = photograph(vessels, (away < DISC * self.sizes[1]).float()[:, None], own)
+            inputs[retinas] = torch.where(chance(len(photo), 0.25), photo, inputs[retinas])
+            labels[retinas] = (vessels > VESSEL).float()
+        if len(maps):
+            shown = interpolate(self.images[index[maps]].float(), points[maps], mode="nearest", outside="zeros")
+            inputs[maps] = render(shown, own, colours=random_colours(len(maps), MAP_LABELS, own))
+            common = random_colours(count, MAP_LABELS, own)[maps % count]
+            targets[maps] = render(shown, own, colours=common, plain=True)
+        return inputs, targets, one_hot(labels)
 
     # ---- scores ----
 
@@ -445,9 +544,6 @@ class Pictures:
         if steps == 0:
             return both[0]
         return optimize_fields(*both, moving, fixed, steps=FIELD_STEPS if steps is None else steps).transform
-
-
-STILL = Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def place(count: int, spread: Spread, generator: torch.Generator) -> Tensor:
