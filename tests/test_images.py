@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from carlreg.files import isolated
 from carlreg.files.images import (
     Image,
     ImageError,
@@ -744,3 +746,19 @@ def test_real_scans(folder: str) -> None:
     assert done.low < 5
     assert done.high > 100
     assert 0.02 < tensor.mean() < 0.8
+
+
+def test_files_are_read_by_children_of_one_process_that_may_die(tmp_path: Path) -> None:
+    """Threads and forked processes may read at the same time; a killed nursery is replaced."""
+    sitk = pytest.importorskip("SimpleITK")
+    voxels = np.arange(4 * 5 * 6, dtype=np.float32).reshape(4, 5, 6)
+    sitk.WriteImage(sitk.GetImageFromArray(voxels), str(path := tmp_path / "a.nrrd"))
+    read(path)
+    nursery = isolated._nurseries[-1]
+    with ThreadPoolExecutor(4) as pool:
+        images = list(pool.map(read, [path] * 8))
+    assert all(np.array_equal(image.data, voxels.T) for image in images)
+    assert isolated._nurseries[-1] is nursery
+    nursery.process.kill()
+    nursery.process.wait()
+    assert np.array_equal(read(path).data, voxels.T)

@@ -1,14 +1,21 @@
 """Reading in a child process: a file that crashes ITK or HDF5, hangs or exhausts memory fails alone.
 
-The child imports SimpleITK or h5py, but not torch. It sends a header, waits until the parent has checked it and grants
+The child has SimpleITK and h5py, but not torch. It sends a header, waits until the parent has checked it and grants
 memory for the rest, and then sends arrays. Headers are lines of JSON; arrays follow theirs as bytes.
+
+Importing SimpleITK takes far longer than reading a small file. A nursery, started with the first file, imports it once
+and forks a child for each file; where a system cannot fork, each child is a new interpreter.
 """
 
+import atexit
 import glob
 import json
 import math
 import os
 import re
+import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.errors import InputError
+from carlreg.errors import DependencyError, InputError
 from carlreg.files.checks import ImageError, check_size
 from carlreg.files.itk import affine_of, read_header, reason, simpleitk
 
@@ -30,7 +37,7 @@ DIRECT = (*LINEAR, "CompositeTransform", "DisplacementFieldTransform", "BSplineT
 """Types of ITK's transforms that are sent as they are stored; all others are linear and become affine ones."""
 BLOCK = 2**22  # numbers, or slices of an image, sent at a time
 ROOM = 2**30  # bytes that a child may use beyond what it has after its imports, and beyond what the parent grants
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from carlreg.files import isolated; isolated.serve()"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from carlreg.files import isolated; isolated."
 
 
 class UnreadableError(InputError):
@@ -82,13 +89,13 @@ def reading(kind: Literal["image", "series", "transform"], path: Path) -> Iterat
     _refuse_detached(path)
     files = path.iterdir() if path.is_dir() else [path]
     seconds = 10 + sum(file.stat().st_size for file in files if file.is_file()) / 1e6
-    # The parent's path, but never the current folder: it may hold a stranger's files.
-    search = json.dumps([os.path.abspath(folder) for folder in sys.path if folder])
-    command = [sys.executable, "-I", "-c", START, search, kind, str(path.absolute())]
-    single = {"OMP_NUM_THREADS": "1", "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env={**os.environ, **single}, **pipes) as process:
-        process.stdout.readline()  # type: ignore[union-attr]  # its imports are done: the clock starts
+    process = (
+        _nursery().fork(kind, path)
+        if hasattr(socket, "recv_fds")
+        else _python("serve(*sys.argv[2:])", kind, path.absolute())
+    )
+    with process:
+        process.stdout.readline()  # its imports are done: the clock starts
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         try:
@@ -96,6 +103,82 @@ def reading(kind: Literal["image", "series", "transform"], path: Path) -> Iterat
         finally:
             timer.cancel()
             process.kill()
+
+
+def _python(call: str, *arguments: Any, stdin: Any = subprocess.PIPE) -> Any:
+    """A new interpreter that calls a function of this module."""
+    # The parent's path, but never the current folder: it may hold a stranger's files.
+    search = json.dumps([os.path.abspath(folder) for folder in sys.path if folder])
+    command = [sys.executable, "-I", "-c", START + call, search, *map(str, arguments)]
+    single = {"OMP_NUM_THREADS": "1", "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    pipes: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, env={**os.environ, **single}, **pipes)
+
+
+class _Nursery:
+    """A process that forks children. Forked copies of this process have their own."""
+
+    def __init__(self) -> None:
+        self.owner, self.lock = os.getpid(), threading.Lock()
+        self.channel, other = socket.socketpair()
+        self.process = _python("nurse()", stdin=other)
+        other.close()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.channel.close()
+        if os.getpid() == self.owner:
+            self.process.communicate()
+
+    def fork(self, kind: str, path: Path) -> "_Forked":
+        pipes = [os.pipe() for _ in range(3)]
+        theirs, ours = (pipes[0][0], pipes[1][1], pipes[2][1]), (pipes[0][1], pipes[1][0], pipes[2][0])
+        stdin, stdout, status = (os.fdopen(end, mode) for end, mode in zip(ours, ("wb", "rb", "rb"), strict=True))
+        with self.lock:  # until the nursery has taken the request: two must not arrive at once
+            with suppress(OSError):  # a dead nursery: the child's output ends at once
+                socket.send_fds(self.channel, [json.dumps([kind, str(path.absolute())]).encode()], theirs)
+            for end in theirs:
+                os.close(end)
+            return _Forked(stdin, stdout, status, int(status.readline() or 0))
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """A child of the nursery, with the attributes of a Popen that `Reader` needs."""
+
+    stdin: Any
+    stdout: Any
+    status: Any
+    """Process number and exit code of the child, a line each."""
+    pid: int
+
+    def __enter__(self) -> "_Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in (self.stdin, self.stdout, self.status):
+            with suppress(BrokenPipeError):
+                end.close()
+
+    def kill(self) -> None:
+        if self.pid and not select.select([self.status], [], [], 0)[0]:  # no exit code yet
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return int(self.status.readline() or -signal.SIGKILL)
+
+
+_nurseries: list[_Nursery] = []
+_starting = threading.Lock()
+
+
+def _nursery() -> _Nursery:
+    """The nursery of this process; a new one if there is none, or if it died."""
+    with _starting:
+        if not _nurseries or _nurseries[-1].owner != os.getpid() or _nurseries[-1].process.poll() is not None:
+            _nurseries.append(_Nursery())
+        return _nurseries[-1]
 
 
 def read_image(path: Path, check: Callable[[dict[str, Any]], None]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -136,7 +219,7 @@ def _refuse_detached(path: Path) -> None:
 
 
 class Child:
-    """The child's side: reads the file that the command line names, and sends it to standard output."""
+    """The child's side: sends what it reads to standard output."""
 
     def __init__(self) -> None:
         self._channel = os.fdopen(os.dup(1), "wb")
@@ -161,14 +244,50 @@ class Child:
         _allow(int(line))
 
 
-def serve() -> None:
+def nurse() -> None:
+    """The nursery's main function: for each file that the socket on standard input names, fork a child, and a keeper
+    that reports its number and its exit code."""
+    _import()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    channel = socket.socket(fileno=os.dup(0))
+    while True:
+        request, handles, _, _ = socket.recv_fds(channel, 2**16, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            _keep(request, *handles)
+        for handle in handles:
+            os.close(handle)
+
+
+def _keep(request: bytes, stdin: int, stdout: int, status: int) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (pid := os.fork()) == 0:
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        try:
+            serve(*json.loads(request))
+        finally:
+            os._exit(0)
+    os.close(stdin)
+    os.close(stdout)
+    with suppress(BrokenPipeError):
+        os.write(status, b"%d\n" % pid)
+        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
+
+
+def _import() -> None:
+    with suppress(ImportError, DependencyError):
+        simpleitk()
+        import h5py  # noqa: F401
+
+
+def serve(kind: str, path: str) -> None:
     """The child's main function."""
-    kind, path = sys.argv[2:]
     child = Child()
-    if kind == "transform":
-        with suppress(ImportError):
-            import h5py  # noqa: F401
-    simpleitk()
+    _import()
     child.send({})  # the imports are done
     _allow(0)
     try:
