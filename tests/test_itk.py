@@ -256,9 +256,9 @@ def test_apply_is_sitk_resample(dim: int, kind: str) -> None:
                 assert np.array_equal(ours.data, expected)
             elif image is floats:
                 assert np.abs(ours.data - expected).max() < 1e-6
-                rounded = np.rint(expected)
+                exact = expected
             else:
-                assert np.array_equal(ours.data, rounded)
+                assert np.abs(ours.data - exact).max() < 0.501  # rounded; float32 decides about halves
 
 
 def test_images_pull_and_points_push() -> None:

@@ -257,7 +257,7 @@ def by_model(
             **options,
         )
         if save is not None:
-            registration.save(Path(save) / pair.name, overwrite=True)
+            registration.save(Path(save) / pair.name, overwrite=True, full_precision=True)  # for the same figures
         return Result(registration.transform, registration.inverse, **_figures(registration.record))
 
     return run

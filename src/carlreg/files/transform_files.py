@@ -34,8 +34,8 @@ from carlreg.files.world_transform import (
     TransformError,
     WorldTransform,
     compose_exactly,
+    displacements,
     learn2reg,
-    slabs,
 )
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def write_warp(transform: PointMap, grid: Image, path: PathLike, *, overwrite: b
     """
     stored = np.empty((grid.dim, *grid.shape[::-1]), np.float32)  # as NIfTI has them: one component after the other
     field = stored.transpose(*range(grid.dim, 0, -1), 0)
-    for box, points in slabs(grid):
-        field[box] = transform(points) - points
+    for box, shift in displacements(transform, grid):
+        field[box] = shift
 
     def save(temporary: Path) -> None:
         with _as_transform_error(temporary):

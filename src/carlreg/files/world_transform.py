@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,18 +97,30 @@ class WorldTransform:
             raise TransformError(f"points have shape {points.shape}; expected (..., {self.dim}) for this transform")
         if self.is_linear:
             return map_points(self.affine, points)
-        return map_points(self.affine, points + np.where(self.covers(points)[..., None], self.continued(points), 0))
+        return map_points(self.affine, points + self._at(self._index(points)).numpy())
 
     def covers(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Which world points (..., D) lie inside the displacement's lattice, including its outer half voxel."""
-        index = map_points(np.linalg.inv(self.lattice), points)
-        inside = (index >= -0.5) & (index < np.array(self.displacement.shape[:-1]) - 0.5)
-        return np.asarray(inside.all(axis=-1))
+        return np.asarray(self.contains(self._index(points)))
 
-    def continued(self, points: Matrix) -> Matrix:
-        """u at world points (..., D), continued by its border values everywhere."""
-        index = torch.from_numpy(map_points(np.linalg.inv(self.lattice), points))
-        return np.asarray(_interpolate(self.displacement, index.reshape(-1, self.dim)).numpy().reshape(points.shape))
+    def _index(self, points: Matrix) -> Tensor:
+        return torch.from_numpy(map_points(np.linalg.inv(self.lattice), points))
+
+    def contains(self, index: Tensor) -> Tensor:
+        """Which fractional indices (..., D) lie on the lattice of u, including its outer half voxel."""
+        return _within(index, self.displacement.shape[:-1])
+
+    def on_voxels(self, grid: Image, box: Box, dtype: torch.dtype) -> Tensor:
+        """u at the voxels of a part of a grid, (*sides, D): as they are if the grid is that of u."""
+        to_index = np.linalg.inv(self.lattice) @ grid.affine
+        if grid.shape == self.displacement.shape[:-1] and np.abs(to_index - np.eye(self.dim + 1)).max() < 1e-7:
+            return torch.from_numpy(self.displacement[box]).to(dtype)
+        return self._at(_affine_on(to_index, box, dtype=dtype))
+
+    def _at(self, index: Tensor) -> Tensor:
+        """u at fractional indices (..., D), in their precision."""
+        values = _interpolate(self.displacement, index.reshape(-1, self.dim)).reshape(index.shape)
+        return values * self.contains(index)[..., None]
 
     def to_sitk(self) -> Any:
         """A SimpleITK AffineTransform, DisplacementFieldTransform, or CompositeTransform of both."""
@@ -167,17 +179,20 @@ def to_world(
 
     >>> T = to_world(model(moving_tensor, fixed_tensor), to_closest_ras(fixed), to_closest_ras(moving), grid=fixed)
     """
-    precise = phi.map_tensors(lambda tensor: tensor.detach().cpu().double())
-    world_to_unit, unit_to_world = fixed.world_to_unit(), moving.unit_to_world()
+    grid = grid or fixed
+    phi = phi.map_tensors(lambda tensor: tensor.detach().cpu().float())
+    to_unit, to_moving = fixed.world_to_unit() @ grid.affine, moving.unit_to_world()
+    straight = to_moving @ to_unit - grid.affine  # T(x) − x if φ is the identity
+    common = straight @ _centre(grid)
 
-    def world(points: Matrix) -> Matrix:
-        unit = torch.from_numpy(map_points(world_to_unit, points)).reshape(1, -1, fixed.dim)
-        moved = precise(unit)
+    def shift(box: Box) -> Tensor:
+        unit = _affine_on(to_unit, box)
+        moved = phi(unit.reshape(1, -1, grid.dim))
         if len(moved) != 1:
             raise InputError(f"phi holds a batch of {len(moved)} maps; expected one: use phi[0:1]")
-        return map_points(unit_to_world, moved.numpy().reshape(points.shape))
+        return _affine_on(straight, box, common) + _turned(moved.reshape(unit.shape) - unit, to_moving)
 
-    return sample(world, grid or fixed, affine)
+    return _decompose(shift, common[:-1], grid, affine)
 
 
 def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> WorldTransform:
@@ -186,16 +201,43 @@ def sample(function: PointMap, grid: Image, affine: Matrix | None = None) -> Wor
     A is the least-squares fit to the map on the grid unless it is given, so that it is a registration by itself. If the
     fit is nearly flat, A is the mean shift.
     """
-    centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)[None]
-    common = function(centre) - centre  # apart, since float32 would round distant origins
-    shift = _empty_field(grid)
-    for box, points in slabs(grid):
-        shift[box] = function(points) - points - common
-    matrix = _fit(grid, shift, common) if affine is None else np.array(affine, dtype=np.float64)
-    inverse = np.linalg.inv(matrix)
-    for box, points in slabs(grid):
-        shift[box] = map_points(inverse, points + common + shift[box]) - points
-    return WorldTransform(matrix, shift, grid.index_to_world())
+    centre = (grid.affine @ _centre(grid))[:-1]
+    common = function(centre[None])[0] - centre
+    return _decompose(lambda box: _mapped(function, grid, box, None, common), common, grid, affine)
+
+
+def _decompose(shift: Callable[[Box], Tensor], common: Matrix, grid: Image, affine: Matrix | None) -> WorldTransform:
+    """A and u of T(x) = x + shift(x) + common, where `common` is kept apart since float32 would round it."""
+    field = itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32))  # as ITK's files have it: no copy to write
+    values = torch.from_numpy(field)
+    for box in _slabs(grid):
+        values[box] = shift(box)
+    matrix = _fit(grid, values, common) if affine is None else np.array(affine, dtype=np.float64)
+    undo = np.linalg.inv(matrix)
+    rest = undo @ grid.affine - grid.affine
+    rest[:-1, -1] += undo[:-1, :-1] @ common
+    for box in _slabs(grid):  # A⁻¹(x + shift(x) + common) − x
+        values[box] = _affine_on(rest, box) + _turned(values[box], undo)
+    return WorldTransform(matrix, field, grid.index_to_world())
+
+
+def _fit(grid: Image, shift: Tensor, common: Matrix) -> Matrix:
+    """The affine map x + B(x − c) + b closest to x + shift(x) + common on the grid. Along an axis of one voxel, B is 0.
+
+    On a grid the axes are independent: each slope is a sum over the means of the planes across its axis.
+    """
+    dim, slopes = grid.dim, []
+    for axis, side in enumerate(grid.shape):
+        planes = shift.movedim(axis, 0).flatten(1, -2).mean(dim=1, dtype=torch.float64).numpy()
+        index = np.arange(side) - (side - 1) / 2
+        slopes.append(index @ planes / max(index @ index, 1e-12))
+    linear = np.transpose(slopes) @ np.linalg.inv(grid.affine[:-1, :-1])
+    if np.linalg.norm(np.eye(dim) + linear, -2) < FLATTEST:  # the smallest singular value
+        linear = np.zeros((dim, dim))
+    matrix = np.eye(dim + 1)
+    matrix[:-1, :-1] += linear
+    matrix[:-1, -1] = planes.mean(axis=0) + common - linear @ (grid.affine @ _centre(grid))[:-1]
+    return matrix
 
 
 def compose(outer: PointMap, inner: PointMap, grid: Image) -> WorldTransform:
@@ -219,13 +261,12 @@ def compose_exactly(outer: PointMap, inner: PointMap) -> WorldTransform | None:
     return WorldTransform(affine, (outer.displacement @ undo[:-1, :-1].T).astype(np.float32), undo @ outer.lattice)
 
 
-def slabs(grid: Image) -> Iterator[tuple[Box, Matrix]]:
-    """The image's voxels, `SLAB` at a time: the slices of a slab, and its world positions (..., D)."""
-    for box in _slab_boxes(grid):
-        yield box, _voxel_positions(grid, box)
+# ---- on the voxels of an image --------------------------------------------------------------------------------------
+# Sums of small numbers: a part that is affine in the index, computed in float64 and added along each axis, and the
+# displacements. So float32 is enough however far from the origin the image lies.
 
 
-def _slab_boxes(grid: Image, count: int = SLAB) -> Iterator[Box]:
+def _slabs(grid: Image, count: int = SLAB) -> Iterator[Box]:
     """Slabs across the last axis, which is the slowest in ITK's files, or across the longest if those are too large."""
     rows = grid.data.size // np.array(grid.shape)  # voxels in a slab of one row, for each axis
     axis = grid.dim - 1 if rows[-1] <= count else int(rows.argmin())
@@ -236,62 +277,52 @@ def _slab_boxes(grid: Image, count: int = SLAB) -> Iterator[Box]:
         yield tuple(box)
 
 
-def _voxel_positions(grid: Image, box: Box) -> Matrix:
-    index = np.meshgrid(*(np.arange(rows.start, rows.stop) for rows in box), indexing="ij")
-    return map_points(grid.affine, np.stack(index, axis=-1))
+def _centre(grid: Image) -> Matrix:
+    """The index in the middle of an image, and a one: (D + 1,)."""
+    return np.array([*((n - 1) / 2 for n in grid.shape), 1.0])
 
 
-def _empty_field(grid: Image) -> Field:
-    """Room for displacements (*shape, D), in memory as ITK's files have them, so that writing needs no copy."""
-    return itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32))
+def _affine_on(matrix: Matrix, box: Box, minus: Matrix | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """matrix · index − minus, at the indices of a box: (*sides, D)."""
+    dim = len(box)
+    total = torch.from_numpy(matrix[:-1, -1] - (0 if minus is None else minus[:-1])).to(dtype)
+    for axis, rows in enumerate(box):
+        line = np.arange(rows.start, rows.stop)[:, None] * matrix[:-1, axis]
+        total = total + torch.from_numpy(line).to(dtype).reshape([-1 if a == axis else 1 for a in range(dim)] + [dim])
+    return total
 
 
-def _interpolate(values: npt.NDArray[Any], index: Tensor) -> Tensor:
-    """(*shape, C) at fractional indices (N, D), linearly, continued by the border: (N, C) in the precision of `index`.
-
-    Values of another type are converted only in the box around the indices. If it is much larger than their number,
-    they are split along its longest side.
-    """
-    kind = np.dtype(np.float64 if index.dtype == torch.float64 else np.float32)
-    if len(index) == 0:
-        return index.new_empty(0, values.shape[-1])
-    if values.dtype == kind:
-        unit = index * torch.tensor(Grid.of(values.shape[:-1]).spacing, dtype=index.dtype)
-        return interpolate(torch.from_numpy(np.moveaxis(values, -1, 0))[None], unit[None])[0].mT
-    lowest, highest = index.aminmax(dim=0)
-    if not bool(torch.isfinite(highest - lowest).all()):
-        return _interpolate(values, index.nan_to_num(0, 1e30, -1e30))
-    last = np.array(values.shape[:-1]) - 1
-    low, high = (np.clip(edge.numpy(), 0, last).astype(int) for edge in (lowest.floor(), highest.ceil()))
-    size = high - low + 1
-    if math.prod(size.tolist()) > max(2**20, 8 * len(index)):
-        order = index[:, int(size.argmax())].argsort()
-        result = index.new_empty(len(index), values.shape[-1])
-        for part in order.tensor_split(2):
-            result[part] = _interpolate(values, index[part])
-        return result
-    box = values[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
-    return _interpolate(box.astype(kind), index - torch.from_numpy(low))
+def _turned(vectors: Tensor, matrix: npt.NDArray[np.floating[Any]]) -> Tensor:
+    """The linear part of a matrix (D + 1, D + 1), applied to vectors (..., D)."""
+    return vectors @ torch.from_numpy(matrix[:-1, :-1].T).to(vectors)
 
 
-def _fit(grid: Image, shift: Field, common: Matrix) -> Matrix:
-    """The affine map x + B(x − c) + b closest to x + shift(x) + common on the grid."""
-    dim = grid.dim
-    centre = map_points(grid.affine, (np.array(grid.shape) - 1) / 2)
-    left, right = np.zeros((dim + 1, dim + 1)), np.zeros((dim + 1, dim))
-    for box, points in slabs(grid):
-        flat = np.concatenate([points - centre, np.ones_like(points[..., :1])], axis=-1).reshape(-1, dim + 1)
-        left += flat.T @ flat
-        right += flat.T @ shift[box].reshape(-1, dim)
-    # The shift is fitted, not the map: along an axis of one voxel the smallest solution leaves everything in place.
-    solution = np.linalg.lstsq(left, right, rcond=1e-12)[0]
-    linear = solution[:-1].T
-    if np.linalg.norm(np.eye(dim) + linear, -2) < FLATTEST:  # the smallest singular value
-        linear = np.zeros((dim, dim))
-    matrix = np.eye(dim + 1)
-    matrix[:-1, :-1] += linear
-    matrix[:-1, -1] = solution[-1] + common[0] - linear @ centre
-    return matrix
+def _mapped(
+    transform: PointMap,
+    grid: Image,
+    box: Box,
+    left: npt.NDArray[np.floating[Any]] | None = None,
+    minus: Matrix | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`left` ∘ T at voxels of a grid, (*sides of the box, D); without `left`, T(x) − x − `minus`."""
+    if not isinstance(transform, WorldTransform):
+        index = np.meshgrid(*(np.arange(rows.start, rows.stop) for rows in box), indexing="ij")
+        points = map_points(grid.affine, np.stack(index, axis=-1))
+        moved = transform(points)
+        values = map_points(left, moved) if left is not None else moved - points - (0 if minus is None else minus)
+        return torch.from_numpy(values).to(dtype)
+    matrix = transform.affine if left is None else left @ transform.affine
+    whole = matrix @ grid.affine - (grid.affine if left is None else 0)
+    offset = None if minus is None else np.array([*minus, 0.0])
+    straight = _affine_on(whole, box, offset, dtype)
+    return straight if transform.is_linear else straight + _turned(transform.on_voxels(grid, box, dtype), matrix)
+
+
+def displacements(transform: PointMap, grid: Image) -> Iterator[tuple[Box, Field]]:
+    """T(x) − x at the voxels of an image, slab by slab: the box of the slab, and (*sides, D) in mm."""
+    for box in _slabs(grid):
+        yield box, _mapped(transform, grid, box).numpy()
 
 
 # ---- use ------------------------------------------------------------------------------------------------------------
@@ -310,14 +341,13 @@ def invert(
     >>> np.nanmax(residual)
     """
     undo = np.asarray(np.linalg.inv(transform.affine), np.float64)
-    shift, residual = _empty_field(grid), np.empty(grid.shape[::-1], np.float32).T
-    for box, points in slabs(grid):
-        # A(x + u(x)) = y is x + u(x) = A⁻¹ y.
-        solution = _solve(transform, map_points(undo, points).reshape(-1, grid.dim), steps, tolerance)
-        solution = solution.reshape(points.shape)
-        shift[box] = map_points(transform.affine, solution) - points
-        missed = np.linalg.norm(transform(solution) - points, axis=-1)
-        residual[box] = np.where(transform.covers(solution), missed, np.nan)
+    to_index, to_moving = np.linalg.inv(transform.lattice) @ undo @ grid.affine, transform.affine @ transform.lattice
+    shift, residual = itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32)), np.empty(grid.shape, np.float32)
+    for box in _slabs(grid):
+        goal = _affine_on(to_index, box)  # A(x + u(x)) = y is x + u(x) = A⁻¹ y, in indices of u's lattice
+        solution, left = (part.reshape(goal.shape) for part in _solve(transform, goal.flatten(0, -2), steps, tolerance))
+        shift[box] = _turned(solution - goal, to_moving).numpy()
+        residual[box] = torch.where(transform.contains(solution), _turned(left, to_moving).norm(dim=-1), np.nan).numpy()
     return WorldTransform(undo, shift, grid.index_to_world()), residual
 
 
@@ -325,11 +355,14 @@ def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Mat
     """x = T⁻¹(y) at world points y (N, D) of the moving image, and |T(x) − y| in mm: NaN where x lies beyond the
     lattice of u."""
     target = np.asarray(points, dtype=np.float64)
+    undone = map_points(np.linalg.inv(transform.affine), target)
     if transform.is_linear:
-        return map_points(np.linalg.inv(transform.affine), target), np.zeros(len(target))
-    solution = _solve(transform, map_points(np.linalg.inv(transform.affine), target), steps=100, tolerance=1e-4)
+        return undone, np.zeros(len(target))
+    goal = transform._index(undone).float()
+    found, _ = _solve(transform, goal, steps=100, tolerance=1e-4)
+    solution = map_points(transform.lattice, found.double().numpy())
     missed = np.linalg.norm(transform(solution) - target, axis=-1)
-    return solution, np.where(transform.covers(solution), missed, np.nan)
+    return solution, np.where(transform.contains(found).numpy(), missed, np.nan)
 
 
 def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
@@ -340,14 +373,17 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
     """
     if min(grid.shape) < 2:
         raise TransformError(f"{grid.name} has {grid.shape} voxels; expected at least 2 along every axis")
-    world_to_index, result = np.linalg.inv(grid.affine), np.empty(grid.shape, np.float32)
-    for box in _slab_boxes(grid, 2 * SLAB):  # neighbouring slabs overlap by two rows
+    to_index, result = np.linalg.inv(grid.affine), np.empty(grid.shape, np.float32)
+    for box in _slabs(grid, 2 * SLAB):  # neighbouring slabs overlap by two rows
         around = tuple(slice(max(b.start - 1, 0), min(b.stop + 1, n)) for b, n in zip(box, grid.shape, strict=True))
-        moved = map_points(world_to_index, transform(_voxel_positions(grid, around)))
-        # One more voxel at the border, continued straight, makes the central difference there a one-sided one.
-        missing = [(int(a.start == b.start), int(a.stop == b.stop)) for a, b in zip(around, box, strict=True)]
-        padded = np.pad(moved, [*missing, (0, 0)], mode="reflect", reflect_type="odd")
-        result[box] = jacobian.determinant_per_voxel(torch.from_numpy(padded)[None])[0].numpy()
+        moved = _mapped(transform, grid, around, to_index)
+        for axis, (a, b) in enumerate(zip(around, box, strict=True)):
+            # One more voxel at the border, continued straight, makes the central difference there a one-sided one.
+            first, last = moved.narrow(axis, 0, 2), moved.narrow(axis, -2, 2)
+            before = [2 * first.narrow(axis, 0, 1) - first.narrow(axis, 1, 1)] * (a.start == b.start)
+            after = [2 * last.narrow(axis, 1, 1) - last.narrow(axis, 0, 1)] * (a.stop == b.stop)
+            moved = torch.cat([*before, moved, *after], dim=axis)
+        result[box] = jacobian.determinant_per_voxel(moved[None])[0].numpy()
     return Image(result, grid.index_to_world(), "jacobian")
 
 
@@ -367,44 +403,43 @@ def _without_border(image: Image) -> Tensor:
     return torch.from_numpy(inner)[None]
 
 
-def _solve(transform: WorldTransform, target: Matrix, steps: int, tolerance: float) -> Matrix:
-    """x with x + u(x) = target, (N, D). Most points need a few cheap steps x ← target − u(x); where u is steep,
-    Newton's method takes over. In the lattice's indices and float32, whose rounding is far below a useful tolerance."""
-    to_index = np.linalg.inv(transform.lattice)
-    turn_to_world, turn_to_index = (torch.from_numpy(m[:-1, :-1].T).float() for m in (transform.lattice, to_index))
-    goal, dim = torch.from_numpy(map_points(to_index, target)).float(), transform.dim
+def _solve(transform: WorldTransform, goal: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """x with x + u(x) = goal, (N, D), and x + u(x) − goal, in the lattice's indices and float32, whose rounding is far
+    below a useful tolerance. Most points need a few cheap steps x ← goal − u(x); where u is steep, Newton's method
+    takes over."""
+    to_index, dim = np.linalg.inv(transform.lattice), transform.dim
 
     def missed(points: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """x + u(x) − target, and its length in mm."""
-        left = points + _interpolate(transform.displacement, points) @ turn_to_index - goal
-        return left, (left @ turn_to_world).norm(dim=-1)
+        """x + u(x) − goal, and its length in mm."""
+        left = points + _turned(_interpolate(transform.displacement, points), to_index) - goal
+        return left, _turned(left, transform.lattice).norm(dim=-1)
 
-    best, active = goal.clone(), torch.arange(len(goal))
-    here, end = goal, goal
-    residual, error = missed(here, end)
-    step = torch.ones(len(goal))
+    best, active, here = goal.clone(), torch.arange(len(goal)), goal
+    residual, error = missed(here, goal)
+    rest, step = residual.clone(), torch.ones(len(goal))
     for number in range(CHEAP + steps):
         trial = here - residual
         if number >= CHEAP:
             nudge = 1e-2 * torch.eye(dim)
-            slopes = [(missed(here + nudge[axis], end)[0] - residual) / 1e-2 for axis in range(dim)]
+            slopes = [(missed(here + nudge[axis], goal)[0] - residual) / 1e-2 for axis in range(dim)]
             slope = torch.stack(slopes, dim=-1)
             slope[torch.linalg.det(slope).abs() < 1e-2] = torch.eye(dim)
             trial = here - step[:, None] * torch.linalg.solve(slope, residual[..., None])[..., 0]
-        left, length = missed(trial, end)
+        left, length = missed(trial, goal)
         better = length < error
         here = torch.where(better[:, None], trial, here)
         residual, error = torch.where(better[:, None], left, residual), torch.where(better, length, error)
-        best[active] = here
+        best[active], rest[active] = here, residual
         if number >= CHEAP:
             step = torch.where(better, (2 * step).clamp(max=1), step / 2)
         (going,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
         if len(going) == 0:
             break
         if len(going) < 0.9 * len(active):  # the others are done: go on with these alone
-            active, here, end, residual = active[going], here[going], end[going], residual[going]
-            error, step = error[going], step[going]
-    return map_points(transform.lattice, best.double().numpy())
+            active, here, goal, residual, error, step = (
+                part[going] for part in (active, here, goal, residual, error, step)
+            )
+    return best, rest
 
 
 def apply(
@@ -433,16 +468,17 @@ def apply(
         outside = min(0, image.data.min().item())
     if whole and not (np.iinfo(result.dtype).min <= outside <= np.iinfo(result.dtype).max and outside % 1 == 0):
         raise InputError(f"outside is {outside}, which {image.name}'s type {result.dtype} cannot hold")
-    world_to_index, sides = np.linalg.inv(image.affine), np.array(image.shape)
-    for box, points in slabs(like):
-        index = map_points(world_to_index, transform(points))
-        inside = ((index >= -0.5) & (index < sides - 0.5)).all(axis=-1)
+    to_index, sides = np.linalg.inv(image.affine), np.array(image.shape)
+    more_digits = result.dtype.itemsize > 2 and result.dtype != np.float32
+    dtype = torch.float64 if more_digits else torch.float32
+    for box in _slabs(like):
+        index = _mapped(transform, like, box, to_index, dtype=dtype)
+        inside = _within(index, image.shape).numpy()
         if interpolation == "nearest":
-            nearest = np.clip(np.floor(index + 0.5), 0, sides - 1).astype(np.intp)
+            nearest = np.clip(np.floor(index.numpy() + 0.5), 0, sides - 1).astype(np.intp)
             values = parts[tuple(np.moveaxis(nearest, -1, 0))]
         else:
-            flat = torch.from_numpy(index).reshape(-1, image.dim)
-            values = _interpolate(parts, flat).numpy().reshape(*inside.shape, -1)
+            values = _interpolate(parts, index.reshape(-1, image.dim)).numpy().reshape(*inside.shape, -1)
             values = np.rint(values) if whole else values
         result[box] = values
         result[box][~inside] = outside
@@ -459,8 +495,40 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
             f"{fixed.name} and {moving.name} have different grids ({fixed.shape}, {moving.shape}, or other headers); "
             "expected one grid, where a displacement in voxels has a meaning: resample one to the other's"
         )
-    field = _empty_field(fixed)
-    undo = np.linalg.inv(moving.affine)[:-1, :-1]
-    for box, points in slabs(fixed):
-        field[box] = (transform(points) - points) @ undo.T
+    field = itk_order(np.empty((*fixed.shape[::-1], fixed.dim), np.float32))
+    for box, shift in displacements(transform, fixed):
+        field[box] = shift @ np.linalg.inv(moving.affine)[:-1, :-1].T
     return field
+
+
+def _within(index: Tensor, shape: Sequence[int]) -> Tensor:
+    """Which fractional indices (..., D) lie on an image of this shape, including its outer half voxel."""
+    return ((index >= -0.5) & (index < torch.tensor(shape) - 0.5)).all(dim=-1)
+
+
+def _interpolate(values: npt.NDArray[Any], index: Tensor) -> Tensor:
+    """(*shape, C) at fractional indices (N, D), linearly, continued by the border: (N, C) in the precision of `index`.
+
+    Values of another type are converted only in the box around the indices. If it is much larger than their number,
+    they are split along its longest side.
+    """
+    kind = np.dtype(np.float64 if index.dtype == torch.float64 else np.float32)
+    if len(index) == 0:
+        return index.new_empty(0, values.shape[-1])
+    if values.dtype == kind:
+        unit = index * torch.tensor(Grid.of(values.shape[:-1]).spacing, dtype=index.dtype)
+        return interpolate(torch.from_numpy(np.moveaxis(values, -1, 0))[None], unit[None])[0].mT
+    lowest, highest = index.aminmax(dim=0)
+    if not bool(torch.isfinite(highest - lowest).all()):
+        return _interpolate(values, index.nan_to_num(0, 1e30, -1e30))
+    last = np.array(values.shape[:-1]) - 1
+    low, high = (np.clip(edge.numpy(), 0, last).astype(int) for edge in (lowest.floor(), highest.ceil()))
+    size = high - low + 1
+    if math.prod(size.tolist()) > max(2**20, 8 * len(index)):
+        order = index[:, int(size.argmax())].argsort()
+        result = index.new_empty(len(index), values.shape[-1])
+        for part in order.tensor_split(2):
+            result[part] = _interpolate(values, index[part])
+        return result
+    box = values[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))]
+    return _interpolate(box.astype(kind), index - torch.from_numpy(low))
