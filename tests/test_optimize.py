@@ -25,7 +25,7 @@ from carlreg import (
 )
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.jacobian import folding
-from carlreg.objective.instance import steps_in_all
+from carlreg.objective.fields import steps_in_all
 from carlreg.objective.losses import SIMILARITIES, Loss
 from carlreg.objective.metrics import inverse_consistency
 

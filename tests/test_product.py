@@ -23,7 +23,8 @@ from carlreg.files.images import Image, from_array, map_points
 from carlreg.files.results import FILES
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.model.loaded import LoadedModel, load_model
-from carlreg.objective.instance import FIELD_STEPS, WEIGHT_STEPS, Optimized, optimize_fields
+from carlreg.objective.fields import FIELD_STEPS, Optimized, optimize_fields
+from carlreg.objective.instance import WEIGHT_STEPS
 from carlreg.objective.losses import SIMILARITIES, gaussian_blur
 from carlreg.preparation import prepare_pair
 from carlreg.registration.options import RegisterOptions, SimilarityName

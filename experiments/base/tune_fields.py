@@ -29,7 +29,7 @@ from carlreg.geometry.jacobian import folding
 from carlreg.geometry.transforms import DisplacementField, warp
 from carlreg.model.files import load
 from carlreg.model.shipped import pretrained
-from carlreg.objective.instance import optimize_fields
+from carlreg.objective.fields import optimize_fields
 from carlreg.objective.metrics import dice, mean_score
 
 SETTINGS: list[dict[str, Any]] = [

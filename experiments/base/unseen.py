@@ -25,7 +25,7 @@ from carlreg.geometry.jacobian import folding
 from carlreg.geometry.transforms import Affine, Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm, coordinate_matches
 from carlreg.model.files import load
-from carlreg.objective.instance import optimize_fields
+from carlreg.objective.fields import optimize_fields
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import FOREGROUND
 

@@ -26,9 +26,9 @@ from carlreg.model.zoo import carl as carl
 from carlreg.model.zoo import carl_rot as carl_rot
 from carlreg.model.zoo import gradicon as gradicon
 from carlreg.model.zoo import xi as xi
-from carlreg.objective.instance import Optimized as Optimized
+from carlreg.objective.fields import Optimized as Optimized
+from carlreg.objective.fields import optimize_fields as optimize_fields
 from carlreg.objective.instance import instance_optimize as instance_optimize
-from carlreg.objective.instance import optimize_fields as optimize_fields
 from carlreg.objective.losses import Loss as Loss
 from carlreg.objective.losses import diffusion as diffusion
 from carlreg.objective.losses import lncc as lncc

@@ -184,6 +184,11 @@ class Frame:
             step.append(length / max(new - 1, 1))
         return cls(tuple(shape), tuple(centre), tuple(step))
 
+    @classmethod
+    def whole(cls, sides: Sequence[int]) -> Frame:
+        """All voxels of an image."""
+        return cls(tuple(sides), tuple((side - 1) / 2 for side in sides), (1.0,) * len(sides))
+
     @full_precision
     def resample(self, data: Tensor) -> Tensor:
         """(B, C, *sides) → (B, C, *shape), averaged like `resize` if the frame is coarser."""
@@ -212,6 +217,11 @@ class Frame:
     def sides(self) -> tuple[int, ...]:
         """The extent of the frame in voxels of the image."""
         return tuple(round(step * (side - 1)) + 1 for step, side in zip(self.step, self.shape, strict=True))
+
+    def on(self, shape: Sequence[int]) -> Frame:
+        """Another grid over the same extent."""
+        sides = zip(self.step, self.shape, shape, strict=True)
+        return replace(self, shape=tuple(shape), step=tuple(s * (a - 1) / max(b - 1, 1) for s, a, b in sides))
 
     def _positions(self) -> list[Tensor]:
         """Fractional indices in the image of the frame's voxels, along each axis."""
@@ -265,6 +275,22 @@ class Prepared:
     """The extent of what the network sees, in voxels of the scan."""
     crop_note: str
     """Which part of the scan the network sees."""
+    source: tuple[Tensor, Tensor | None, Frame] | None = None
+    """The whole scan and its mask, and the part the network sees; None if only the tensor is known."""
+
+    def on_grid(self, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """What the network sees, and the mask, on another grid over the same extent."""
+        if self.source is None or tuple(shape) == tuple(self.tensor.shape[2:]):
+            data, mask = self.tensor, self.mask
+            return resize(data, shape), None if mask is None else resize_labels(mask, shape)
+        scan, labels, frame = self.source[0], self.source[1], self.source[2].on(shape)
+        mask = None if labels is None else frame.resample_labels(labels).to(self.tensor)
+        return frame.resample(scan).to(self.tensor), mask
+
+    def spacing(self, shape: Sequence[int]) -> tuple[float, ...]:
+        """The size in mm of a voxel of such a grid."""
+        sides = zip(self.image.spacing, self.image.shape, shape, strict=True)
+        return tuple(float(mm) * (old - 1) / max(new - 1, 1) for mm, old, new in sides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +404,9 @@ class _Scan:
             image = Image(tensor[0, 0].numpy(), frame.affine(image), image.name)
         if self.mask is not None and mask is not None and not bool(mask.any()):
             raise InputError(f"{self.mask.name} is too small: no voxel of it is left on the network's grid; enlarge it")
-        return Prepared(image, tensor.to(device), None if mask is None else mask.to(device), self.note, sides, note)
+        source = self.data, self._ones(), frame or Frame.whole(self.image.shape)
+        on_device = None if mask is None else mask.to(device)
+        return Prepared(image, tensor.to(device), on_device, self.note, sides, note, source)
 
     def _ones(self) -> Tensor | None:
         """The mask as 1 inside, 0 outside."""

@@ -1,6 +1,9 @@
-"""Choosing a device by name."""
+"""Choosing a device by name, and its memory."""
 
 from __future__ import annotations
+
+import math
+from pathlib import Path
 
 import torch
 
@@ -18,3 +21,15 @@ def choose_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device is {name!r}, but PyTorch finds no CUDA GPU; expected 'cpu' or 'auto'")
     return device
+
+
+def available_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated; infinity where that is unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return math.inf

@@ -168,6 +168,47 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
     return total.movedim(-1, 1)
 
 
+SAMPLED = (0, 1, True)  # bilinear, continued by the border, ends are voxel centres
+
+
+def sample_at(image: Tensor, positions: Tensor) -> Tensor:
+    """`interpolate` an image (1, C, *shape) at positions as PyTorch takes them, (B, D, *out), from −1 to 1, with the
+    coordinate along the last axis first: (B, C, *out). On a CPU it is parallel over B."""
+    image, grid = _for_grid_sample(image, positions)
+    return torch.grid_sampler(image, grid, *SAMPLED).reshape(len(positions), image.shape[1], *positions.shape[2:])
+
+
+def sample_at_backward(gradient: Tensor, image: Tensor, positions: Tensor) -> Tensor:
+    """The gradient by the positions, (B, D, *out), from that by the samples."""
+    dim = positions.shape[1]
+    image, grid = _for_grid_sample(image, positions)
+    backward = torch.ops.aten.grid_sampler_3d_backward if dim == 3 else torch.ops.aten.grid_sampler_2d_backward
+    _, by_grid = backward(gradient.reshape(*gradient.shape[:2], *grid.shape[1:-1]), image, grid, *SAMPLED, [False, True])
+    return by_grid.movedim(-1, 1)[:, -dim:].reshape(positions.shape)  # type: ignore[no-any-return]
+
+
+def _for_grid_sample(image: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    grid = positions.movedim(1, -1)
+    if image.dim() == 3:  # PyTorch's function takes 2-D and 3-D images
+        image, grid = image[..., None], F.pad(grid, (1, 0))[:, :, None]
+    return image.expand(len(grid), *image.shape[1:]), grid
+
+
+@full_precision
+def multiply_axes(values: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
+    """Multiply (B, C, *n) by a matrix (n, m) along each axis: (B, C, *m). None leaves an axis as it is."""
+    for axis, matrix in enumerate(matrices, start=2):
+        if matrix is None:
+            continue
+        if axis == values.dim() - 1:
+            values = values @ matrix
+        else:
+            flat = values.reshape(math.prod(values.shape[:axis]), values.shape[axis], -1)
+            shape = (*values.shape[:axis], matrix.shape[1], *values.shape[axis + 1 :])
+            values = (matrix.mT @ flat).reshape(shape)
+    return values
+
+
 @full_precision
 def along_axes(image: Tensor, operation: Callable[..., Tensor], *arguments: float) -> Tensor:
     """Apply a linear operation on rows, (1, N, n) → (1, N, m), along each spatial axis of (B, C, *shape).

@@ -21,7 +21,7 @@ from carlreg.errors import InputError
 from carlreg.geometry.checks import check_image, check_same_shape
 from carlreg.geometry.grids import Outside, along_axes, interpolate, voxel_points, voxel_size
 from carlreg.geometry.jacobian import jacobian_determinant
-from carlreg.geometry.transforms import Composition, DisplacementField, Transform
+from carlreg.geometry.transforms import Composition, DisplacementField, Extrapolation, Transform
 
 Regularity = Literal["gradicon", "diffusion", "nearness"]
 
@@ -337,11 +337,15 @@ def label_loss(moving: Tensor, fixed: Tensor, points: Tensor) -> Tensor:
 
 
 def as_field(points: Tensor, transform: Transform, image: Tensor) -> DisplacementField:
-    """One field for a transform with these values at the image's voxels, (B, *shape, D). It extrapolates as the
-    transform's parts do, and "mirror" stands for linear parts."""
+    """One field for a transform with these values at the image's voxels, (B, *shape, D)."""
+    return DisplacementField((points - voxel_points(image)).movedim(-1, 1), extrapolation(transform))
+
+
+def extrapolation(transform: Transform) -> Extrapolation:
+    """How the parts of a transform extrapolate; "mirror" stands for linear parts."""
     parts = transform.transforms if isinstance(transform, Composition) else (transform,)
     clamped = any(isinstance(part, DisplacementField) and part.extrapolate == "clamp" for part in parts)
-    return DisplacementField((points - voxel_points(image)).movedim(-1, 1), "clamp" if clamped else "mirror")
+    return "clamp" if clamped else "mirror"
 
 
 def find_similarity(similarity: str | Similarity) -> Similarity:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from carlreg.errors import NotFiniteError
+from carlreg.fast.devices import available_memory
 from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
 from carlreg.files.images import Image
 from carlreg.files.world_transform import WorldTransform
-from carlreg.geometry.resizing import resize, resize_labels
 from carlreg.geometry.transforms import Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
-from carlreg.objective.instance import (
-    FIELD_STEPS,
-    FIELD_WEIGHT,
-    WEIGHT_STEPS,
-    Objective,
-    Optimized,
-    instance_optimize,
-    match_perfectly,
-    optimize_fields,
-)
+from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, Optimized, optimize_fields
+from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
 from carlreg.objective.metrics import inverse_consistency
 from carlreg.preparation import PreparedPair
@@ -43,6 +35,11 @@ STEPS: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 REGULARITY: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
 SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.1}
 """The fields of small scans are optimised more gently: no coarser grids, a tenth of a voxel at a time."""
+FINEST, COARSEST = 192, 96
+"""Voxels a side of the grid on which fields are optimised, at most: with local correlation, and with anything else."""
+BYTES = 200
+"""Memory for the optimisation of fields, for each voxel of both images."""
+Shape = tuple[int, ...]
 Maps = tuple[Transform, Transform]
 """Φ[moving, fixed] and Φ[fixed, moving]."""
 
@@ -85,8 +82,7 @@ def solve(
         return Solution(fitted)
     progress.begin("network")
     maps = _both(network, pair)
-    on_gpu = pair.fixed.tensor.is_cuda
-    over: Way = ("weights" if on_gpu else "fields") if options.optimize == "auto" else options.optimize
+    over: Way = "fields" if options.optimize == "auto" else options.optimize
     if options.allow_identity and (reason := _better_unregistered(maps, pair, options)):
         maps, over = (Identity(), Identity()), "fields"
         progress.warn(reason)
@@ -181,21 +177,47 @@ def _optimize(
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
             return _optimize(network, maps, pair, options, "fields", callback)
         return Optimization(over, steps, objective.weight, None, result)
-    moving_grid, fixed_grid = _field_grids(pair)
-    small = SMALL if fixed_grid != list(fixed.shape[2:]) else {}
-    masks = ((objective.moving_mask, moving_grid), (objective.fixed_mask, fixed_grid))
-    m_mask, f_mask = (None if mask is None else resize_labels(mask, sides) for mask, sides in masks)
-    objective = replace(objective, moving_mask=m_mask, fixed_mask=f_mask)
-    moving, fixed = resize(moving, moving_grid), resize(fixed, fixed_grid)
-    result = optimize_fields(maps[0], maps[1], moving, fixed, **common, **vars(objective), **small)
-    return Optimization(over, steps, objective.weight, fixed_grid, result)
+    common |= {"similarity": options.io_sim, "weight": objective.weight, **(SMALL if _small(pair) else {})}
+    grid, result = _optimize_fields(maps, pair, _field_grids(pair, options), common)
+    return Optimization(over, steps, objective.weight, list(grid), result)
 
 
-def _field_grids(pair: PreparedPair) -> tuple[list[int], list[int]]:
-    """The grids of the moving and of the fixed image on which fields are optimised: the network's, or half of it if
-    that has at least as many voxels as each scan. A finer grid would only add interpolated values."""
-    both = pair.moving, pair.fixed
-    halves = [[(n + 1) // 2 for n in image.tensor.shape[2:]] for image in both]
-    enough = all(math.prod(image.sides) <= math.prod(half) for image, half in zip(both, halves, strict=True))
-    moving, fixed = halves if enough else [list(image.tensor.shape[2:]) for image in both]
-    return moving, fixed
+def _optimize_fields(
+    maps: Maps, pair: PreparedPair, shapes: Sequence[Shape], common: dict[str, Any]
+) -> tuple[Shape, Optimized]:
+    """Optimise the fields on these grids, or on coarser ones if the GPU has too little memory."""
+    while True:
+        (moving, moving_mask), (fixed, fixed_mask) = (
+            one.on_grid(shape) for one, shape in zip((pair.moving, pair.fixed), shapes, strict=True)
+        )
+        masks = {"moving_mask": moving_mask, "fixed_mask": fixed_mask}
+        spacings = {"moving_spacing": pair.moving.spacing(shapes[0]), "fixed_spacing": pair.fixed.spacing(shapes[1])}
+        try:
+            return shapes[1], optimize_fields(*maps, moving, fixed, **common, **masks, **spacings)
+        except torch.cuda.OutOfMemoryError:
+            if max(max(shape) for shape in shapes) < COARSEST:
+                raise
+            shapes = [_at_most(shape, max(shape) // 2) for shape in shapes]
+            logger.warning("too little memory to optimise the fields on the scans' own voxels: a coarser grid is used")
+
+
+def _small(pair: PreparedPair) -> bool:
+    """Whether half of the network's grid has as many voxels as each scan."""
+    return all(math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair)
+
+
+def _field_grids(pair: PreparedPair, options: RegisterOptions) -> list[Shape]:
+    """The grids of the moving and of the fixed image on which fields are optimised: their own voxels, within reason."""
+    most = FINEST if options.io_sim in ("lncc", "lncc2") else COARSEST
+    own = [one.tensor.shape[2:] if one.source is None else one.sides for one in (pair.moving, pair.fixed)]
+    shapes = [_at_most(shape, most) for shape in own]
+    need, have = BYTES * sum(map(math.prod, shapes)), available_memory(pair.fixed.tensor.device)
+    if need > have / 2:
+        most = max(COARSEST // 2, int(most * (have / 2 / need) ** (1 / len(own[0]))))
+        shapes = [_at_most(shape, most) for shape in shapes]
+        logger.warning("too little memory for the scans' own voxels: fields are optimised on at most %d a side", most)
+    return shapes
+
+
+def _at_most(shape: Sequence[int], side: int) -> Shape:
+    return tuple(min(n, side) for n in shape)
