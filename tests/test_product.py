@@ -528,31 +528,46 @@ def test_without_room_for_certainty_there_is_none(
     assert "the report omits it" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("grid", "seen"), [("24 24 24", (24, 24, 24)), ("52 54 54", (52, 54, 54)), ("57 56 60", (29, 28, 30))]
-)
-def test_fields_are_optimised_on_half_the_grid_where_that_has_as_many_voxels_as_the_scans(
-    grid: str, seen: tuple[int, ...], pair: tuple[Image, Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("grid", ["24 24 24", "57 56 60"])
+def test_fields_are_optimised_on_the_voxels_of_the_scans(
+    grid: str, pair: tuple[Image, Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scans are 28 × 30 × 26."""
+    """The scans are 28 × 30 × 26, whatever the grid of the network."""
     path = tmp_path / "model.safetensors"
     save(gradicon(3, 2, **SMALL), path, metadata={"grid": grid})
-    shapes = []
+    seen: list[tuple[int, ...]] = []
+    sizes: list[list[float]] = []
 
     def spy(forward: Transform, backward: Transform, moving: Tensor, fixed: Tensor, **options: Any) -> Optimized:
         given = (moving, fixed, options["moving_mask"], options["fixed_mask"])
-        shapes.extend(tuple(one.shape[2:]) for one in given if one is not None)
+        seen.extend(tuple(one.shape[2:]) for one in given if one is not None)
+        sizes.append(sorted(options["fixed_spacing"]))
         return optimize_fields(forward, backward, moving, fixed, **options)
 
     monkeypatch.setattr("carlreg.registration.solve.optimize_fields", spy)
     fixed, moving = pair
     other = blobs(moving.shape, moving.affine, seed=1)
     mask = from_array(np.ones(other.shape, np.uint8), other.affine)
-    result = register(fixed=fixed, moving=other, moving_mask=mask, model=path, over="fields", io_iterations=3)
-    assert shapes == [seen] * 3
+    result = register(fixed=fixed, moving=other, moving_mask=mask, model=path, io_iterations=3, device="cpu")
+    assert [sorted(one) for one in seen] == [sorted(other.shape), sorted(fixed.shape), sorted(other.shape)]
+    assert sizes == [pytest.approx(sorted(fixed.spacing))]
     assert result.losses[-1]["total"] < result.losses[0]["total"]
     assert result.warped.shape == fixed.shape
-    assert result.settings["io_grid"] == list(seen)
+    assert sorted(result.settings["io_grid"]) == sorted(fixed.shape)
+
+
+def test_with_little_memory_the_fields_have_coarser_grids(
+    pair: tuple[Image, Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(gradicon(3, 2, **SMALL), tmp_path / "model.safetensors", metadata={"grid": "16 16 16"})
+    monkeypatch.setattr("carlreg.registration.solve.available_memory", lambda _: 2e6)
+    monkeypatch.setattr("carlreg.registration.solve.COARSEST", 20)
+    fixed, _ = pair
+    moving = blobs(fixed.shape, fixed.affine, seed=1)
+    options = {"model": tmp_path / "model.safetensors", "io_iterations": 1, "device": "cpu"}
+    result = register(fixed=fixed, moving=moving, **options)
+    assert max(result.settings["io_grid"]) < max(fixed.shape)
+    assert caplog.text.count("too little memory") == 1
 
 
 def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(

@@ -46,7 +46,7 @@ from carlreg.geometry.resizing import resize, resize_labels
 from carlreg.geometry.transforms import Transform
 from carlreg.model.algorithms import CoordinateAttention
 from carlreg.model.zoo import first_step
-from carlreg.objective.instance import FIELD_STEPS, optimize_fields
+from carlreg.objective.fields import FIELD_STEPS, optimize_fields
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
 from carlreg.training.batches import Batch

@@ -163,11 +163,11 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
 
 def _steps(options: RegisterOptions) -> int:
     """The number of optimisation steps, for the progress bar."""
-    from carlreg.fast.devices import choose_device
-    from carlreg.objective.instance import FIELD_STEPS, WEIGHT_STEPS, steps_in_all
+    from carlreg.objective.fields import FIELD_STEPS, steps_in_all
+    from carlreg.objective.instance import WEIGHT_STEPS
 
-    steps, optimize = options.io_iterations, options.optimize
-    if optimize == "weights" or (optimize == "auto" and choose_device(options.device).type == "cuda"):
+    steps = options.io_iterations
+    if options.optimize == "weights":
         return WEIGHT_STEPS if steps is None else steps
     return steps_in_all(FIELD_STEPS if steps is None else steps)
 

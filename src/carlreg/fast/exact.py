@@ -68,7 +68,7 @@ def _corners(values: Tensor, points: Tensor) -> tuple[list[Tensor], list[Tensor]
         parts = [f if c else 1 - f for f, c in zip(fraction, corner, strict=True)]
         others = [math.prod(parts[:a] + parts[a + 1 :]) * (2 * corner[a] - 1) * inside[a] for a in range(len(shape))]
         index.append(at)
-        weights.append(math.prod(parts))  # type: ignore[arg-type]
+        weights.append(torch.stack(parts).prod(dim=0))
         slopes.append(torch.stack(others, dim=1))
     return index, weights, slopes
 

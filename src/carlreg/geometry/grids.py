@@ -183,8 +183,10 @@ def sample_at_backward(gradient: Tensor, image: Tensor, positions: Tensor) -> Te
     dim = positions.shape[1]
     image, grid = _for_grid_sample(image, positions)
     backward = torch.ops.aten.grid_sampler_3d_backward if dim == 3 else torch.ops.aten.grid_sampler_2d_backward
-    _, by_grid = backward(gradient.reshape(*gradient.shape[:2], *grid.shape[1:-1]), image, grid, *SAMPLED, [False, True])
-    return by_grid.movedim(-1, 1)[:, -dim:].reshape(positions.shape)  # type: ignore[no-any-return]
+    _, by_grid = backward(
+        gradient.reshape(*gradient.shape[:2], *grid.shape[1:-1]), image, grid, *SAMPLED, [False, True]
+    )
+    return by_grid.movedim(-1, 1)[:, -dim:].reshape(positions.shape)
 
 
 def _for_grid_sample(image: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

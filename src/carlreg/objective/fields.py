@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ FIELD_STEPS = 20
 """Default steps on the finest grid."""
 FIELD_WEIGHT = 0.75
 """Default weight of GradICON when fields are optimised."""
-LEVELS = 3
+LEVELS = 4
 """Grids on which fields are optimised."""
 COARSE = 3
 """Steps on each coarser grid for one on the finest."""
@@ -52,8 +53,16 @@ CHUNK = 32
 """Blocks at a time on a CPU."""
 FLAT = 1e-7
 """Windows with a variance below this are constant."""
-EPSILON = 1e-5
+SLOW = 0.02
+"""Fields change more slowly where the gradient of the loss by a voxel, times the number of voxels, is below this."""
+GAIN = 0.02
+"""A start stays as it is if the loss does not fall by this fraction."""
+EPSILON = 1e-6
 """Added to local variances, of intensities from 0 to 1."""
+CONTRAST = 1e-4
+"""Windows of the target with this variance count half: less contrast is mostly noise."""
+REPAIRS, LEAST_VOLUME = 20, 0.01
+"""Where a voxel keeps less than this fraction of its volume, the result is smoothed, at most so many times."""
 MARGIN = 0.1
 """Determinants below this count as folds in the loss."""
 
@@ -92,16 +101,15 @@ def optimize_fields(
     learning_rate: float = 1.0,
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
-    window: float = 1.5,
+    window: float = 2.0,
     weight: float = FIELD_WEIGHT,
-    fold_weight: float = 20.0,
+    fold_weight: float = 5.0,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     moving_spacing: Sequence[float] | None = None,
     fixed_spacing: Sequence[float] | None = None,
     seed: int = 0,
     callback: Callback | None = None,
-    **extra: Any,
 ) -> Optimized:
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's result.
 
@@ -114,9 +122,9 @@ def optimize_fields(
     the coarser ones, where they cost little. Their unit doubles with each level; only axes with smaller voxels than
     that are made coarser.
 
-    Returns the best iterate on the finest grid; `losses` are those of that grid. What the coarser grids gained is
-    dropped if the start has the lower loss there, and images that already match perfectly, or whose similarity cannot
-    be computed, stay as they are. `callback(step, loss)` is called at every step of every level.
+    Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %, or if
+    the images already match perfectly or cannot be compared, the given transforms are returned. `callback(step, loss)`
+    is called at every step of every level.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
@@ -128,7 +136,7 @@ def optimize_fields(
     ones = (1.0,) * (fixed.dim() - 2)
     f = _Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
     m = _Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
-    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, **extra)
+    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed)
     with torch.inference_mode(False), torch.no_grad():
         finest = _Level(f, m, max(min(f.spacing), min(m.spacing)), settings)
         given = transform.detach(), inverse.detach()
@@ -136,7 +144,7 @@ def optimize_fields(
         if not all(bool(torch.isfinite(field).all()) for field in start):
             raise NotFiniteError("the transform that the optimisation starts from is not finite")
         if (reason := finest.meaningless(start)) is not None or finest.matches(start):
-            return Optimized(*given, [finest.loss(start).floats()], 0, reason)
+            return Optimized(*given, [] if reason else [finest.loss(start).floats()], 0, reason)
         done = 0
         for level in reversed(range(1, levels)):
             coarse = finest.shrink(2**level)
@@ -146,18 +154,19 @@ def optimize_fields(
             parts = zip(fields, moves, coarse.both, (f, m), strict=True)
             fields = [field + other.sampled(move, own) for field, move, other, own in parts]
             done += COARSE * steps
-        if done and not float(finest.loss(fields).total) < float(finest.loss(start).total):
+        least = (1 - GAIN) * float(finest.loss(start).total)
+        if done and not float(finest.loss(fields).total) < least:
             fields = start
         found, losses, best = finest.descend(fields, steps, done, callback)
         bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss["total"])), None)
         stopped = None if bad is None else f"the loss became {losses[bad]['total']} at step {done + bad}"
         if stopped is not None:
             logger.warning("instance optimisation stopped: %s; keeping the best step before it", stopped)
-        if fields is start and best == 0:
+        if not losses[best]["total"] < least:
             return Optimized(*given, losses[:bad], 0, stopped)
         phi, psi = (
-            DisplacementField(one.sampled(field, one, control=False), extrapolation(old))
-            for field, one, old in zip(found, (f, m), given, strict=True)
+            DisplacementField(one.sampled(side.unfolded(field), one, control=False), extrapolation(old))
+            for field, one, side, old in zip(found, (f, m), finest.sides, given, strict=True)
         )
         return Optimized(phi, psi, losses[:bad], best, stopped)
 
@@ -171,8 +180,6 @@ class _Settings:
     learning_rate: float
     smoothing: float
     seed: int
-    beta: float = 0.999
-    eps: float = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,11 +291,11 @@ class _Level:
     def meaningless(self, fields: Sequence[Tensor]) -> str | None:
         """Why the similarity of the images cannot be computed, if it cannot."""
         for field, side in zip(fields, self.sides, strict=True):
-            if not bool(torch.isfinite(side.similarity(side.grid + field))):
-                return "the similarity of the images is not a finite number"
             for measure, at in zip(side.measures, (side.grid + field).split(1), strict=True):
                 if isinstance(measure, _Windows) and not measure.shows(at):
                     return "where the images overlap, at least one of them is constant"
+                if not bool(torch.isfinite(measure(at))):
+                    return "the similarity of the images is not a finite number"
         return None
 
     def loss(self, fields: Sequence[Tensor]) -> Loss:
@@ -308,7 +315,7 @@ class _Level:
         return torch.tensor(self.settings.seed % 2, device=self.fixed.image.device)
 
     def _total(self, similar: Any, regular: Tensor, folded: Tensor) -> Tensor:
-        return similar + self.settings.weight * regular + self.settings.fold_weight * folded  # type: ignore[no-any-return]
+        return similar + self.settings.weight * regular + self.settings.fold_weight * folded
 
     def _regularity(self, positions: Sequence[Tensor], phase: Tensor) -> tuple[Tensor, Tensor]:
         """GradICON on every second voxel of the moving image's field, from the first or the second one, and folds."""
@@ -324,7 +331,9 @@ class _Level:
         sampled = exact.sample(field, inner) if field.is_cuda else interpolate(field, inner.movedim(1, -1))
         error = (backward + sampled - grid) * self.sides[0].size
         regular = sum(
-            (error.diff(dim=axis + 2) / mm).square().mean() for axis, mm in enumerate(steps) if error.shape[axis + 2] > 1
+            (error.diff(dim=axis + 2) / mm).square().mean()
+            for axis, mm in enumerate(steps)
+            if error.shape[axis + 2] > 1
         )
         return regular, _folds(forward, self.fixed) + _folds(positions[1], self.moving)  # type: ignore[return-value]
 
@@ -348,8 +357,8 @@ class _Level:
     def descend(
         self, start: Sequence[Tensor], steps: int, first: int, callback: Callback | None
     ) -> tuple[list[Tensor], list[dict[str, float]], int]:
-        """Take so many steps, numbered from `first`: the fields with the lowest loss, all losses, and which was best."""
-        rate, beta = self.settings.learning_rate, self.settings.beta
+        """Take steps, numbered from `first`: the fields with the lowest loss, all losses, and which was the lowest."""
+        rate = self.settings.learning_rate
         changes, mean, square = ([torch.zeros_like(field) for field in start] for _ in range(3))
         best = [field.clone() for field in start]
         lowest = start[0].new_full((), math.inf)
@@ -368,8 +377,8 @@ class _Level:
                 best[n].copy_(torch.where(better, fields[n], best[n]))
                 gradient = side.moves_backward(gradients[n])
                 mean[n].lerp_(gradient, 0.1)
-                square[n].lerp_(gradient.square(), 1 - beta)
-                speed = (square[n] / (1 - beta**count)).sqrt_().add_(self.settings.eps)
+                square[n].lerp_(gradient.square(), 0.001)
+                speed = (square[n] / (1 - 0.999**count)).sqrt_().add_(SLOW)
                 changes[n].sub_(mean[n] / speed * (rate / (1 - 0.9**count)))
 
         def after(number: int) -> None:
@@ -398,12 +407,12 @@ def _folds(positions: Tensor, picture: _Picture) -> Tensor:
     steps = [k / max(n - 1, 1) for k, n in zip(picture.stride, picture.shape, strict=True)]
     if min(shape) < 2:
         return positions.new_zeros(())
-    here = positions[(..., *[slice(None, -1)] * dim)]
     columns = []
-    for axis in range(dim):
-        ahead = [slice(None, -1)] * dim
-        ahead[axis] = slice(1, None)
-        columns.append((positions[(..., *ahead)] - here).movedim(1, -1) / steps[axis])
+    for axis, step in enumerate(steps, start=2):
+        change = positions.diff(dim=axis) / step
+        for other in range(2, dim + 2):
+            change = change if other == axis else change.narrow(other, 0, shape[other - 2] - 1)
+        columns.append(change.movedim(1, -1))
     return F.relu(MARGIN - determinant(columns)).mean()
 
 
@@ -449,6 +458,35 @@ class _Side:
         """The gradient by the changes, per voxel, so that it does not depend on the number of voxels."""
         return multiply_axes(gradient * (self.unit * gradient[0, 0].numel()), self.blur)  # symmetric
 
+    def unfolded(self, field: Tensor) -> Tensor:
+        """The field, smoothed around folds until there are none: a few voxels in a thousand at most."""
+        steps = [k / max(n - 1, 1) for k, n in zip(self.target.stride, self.target.shape, strict=True)]
+        near = [_gaussian(n, 1.0, field) for n in field.shape[2:]]
+        for _ in range(REPAIRS):
+            bad = _smallest_determinant(self.grid + field, steps) < LEAST_VOLUME
+            if not field.is_cuda and not bool(bad.any()):
+                break
+            share = (10 * multiply_axes(bad.to(field), near)).clamp(max=1)
+            inside = multiply_axes(torch.ones_like(field[:1, :1]), near)
+            field = torch.lerp(field, multiply_axes(field, near) / inside, share)
+        return field
+
+
+def _smallest_determinant(positions: Tensor, steps: Sequence[float]) -> Tensor:
+    """The smallest determinant at each voxel, by differences to either neighbour along each axis: (B, 1, *shape)."""
+    slopes = []
+    for axis, step in enumerate(steps, start=2):
+        slope = positions.diff(dim=axis) / step
+        if slope.shape[axis] == 0:
+            return torch.ones_like(positions[:, :1])
+        ends = slope.narrow(axis, 0, 1), slope.narrow(axis, slope.shape[axis] - 1, 1)
+        behind, ahead = torch.cat([ends[0], slope], dim=axis), torch.cat([slope, ends[1]], dim=axis)
+        slopes.append((behind.movedim(1, -1), ahead.movedim(1, -1)))
+    smallest = torch.full_like(positions[:, 0], math.inf)
+    for columns in itertools.product(*slopes):
+        smallest = torch.minimum(smallest, determinant(columns))
+    return smallest[:, None]
+
 
 def across(values: Sequence[float], like: Tensor) -> Tensor:
     """One value for each coordinate, (1, D, 1, …)."""
@@ -473,7 +511,7 @@ class _Dense:
 
 
 def _gaussian(side: int, sigma: float, like: Tensor) -> Tensor | None:
-    """(side, side): a Gaussian of `sigma` voxels, truncated at 3σ; zeros outside. None if it is narrower than a voxel."""
+    """(side, side): a Gaussian of `sigma` voxels, truncated at 3σ, with zeros outside. None if it is very narrow."""
     if sigma < 0.25 or side == 1:
         return None
     offset = torch.arange(-side, side + 1, dtype=torch.float64)
@@ -516,7 +554,7 @@ class _Windows:
         if not bool(inside.any()):
             raise InputError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
         inside = inside / inside.sum() / image.shape[1]
-        self.weights = torch.where(variance > FLAT, inside, 0.0)
+        self.weights = torch.where(variance > FLAT, inside * variance / (variance + CONTRAST), 0.0)
         seen = multiply_axes((self.weights.amax(dim=1, keepdim=True) > 0).to(image), self.blur) > 0
         self.active = _split(seen, target.blocks).flatten(1).any(dim=1).nonzero()[:, 0]
         self.index = torch.stack(torch.unravel_index(self.active, target.blocks))
@@ -529,7 +567,7 @@ class _Windows:
 
     def __call__(self, positions: Tensor) -> Tensor:
         correlation = self.correlation(positions)
-        return 1 - ((correlation**2 if self.squared else correlation) * self.weights).sum()
+        return ((1 - (correlation**2 if self.squared else correlation)) * self.weights).sum()
 
     def correlation(self, positions: Tensor) -> Tensor:
         moments = _Moments.apply((2 * positions - 1).flip(1), self)  # type: ignore[no-untyped-call]
@@ -546,7 +584,8 @@ class _Windows:
         view = positions[0]
         for axis, (q, k) in enumerate(zip(self.target.block, self.target.stride, strict=True), start=1):
             view = view.unfold(axis, q // k + k - 1, q // k)  # (D, *blocks, *sides)
-        fine = view[(slice(None), *self.index[:, chunk])].transpose(0, 1)
+        index = (slice(None), *self.index[:, chunk])
+        fine = view[index].transpose(0, 1)
         for axis, k in enumerate(self.target.stride, start=2):
             if k == 2:
                 fine = _double(fine, axis)
@@ -574,8 +613,7 @@ def _overlap(values: Tensor, axis: int, side_axis: int, stride: int) -> Tensor:
     count, side = main.shape[axis : axis + 2]
     out = values.new_zeros(*values.shape[:axis], count * side + 1, *values.shape[axis + 2 :])
     out.narrow(axis, 0, count * side).copy_(main.flatten(axis, axis + 1))
-    every = (slice(None),) * axis
-    out[(*every, slice(side, None, side))] += last
+    _every(out, axis, side, side).add_(last)
     return out
 
 
@@ -613,20 +651,25 @@ class _Moments(torch.autograd.Function):
         return windows.refine_backward(torch.cat(parts)), None
 
 
+def _every(values: Tensor, axis: int, first: int, step: int) -> Tensor:
+    """Every `step`-th voxel along an axis, as a view."""
+    index = (*(slice(None),) * axis, slice(first, None, step))
+    return values[index]
+
+
 def _double(values: Tensor, axis: int) -> Tensor:
     """n + 1 voxels of a field to 2 n by linear interpolation."""
-    side, every = values.shape[axis] - 1, (slice(None),) * axis
+    side = values.shape[axis] - 1
     here, ahead = values.narrow(axis, 0, side), values.narrow(axis, 1, side)
     out = values.new_empty(*values.shape[:axis], 2 * side, *values.shape[axis + 1 :])
-    out[(*every, slice(0, None, 2))] = here
-    torch.lerp(here, ahead, 0.5, out=out[(*every, slice(1, None, 2))])
+    _every(out, axis, 0, 2).copy_(here)
+    torch.lerp(here, ahead, 0.5, out=_every(out, axis, 1, 2))
     return out
 
 
 def _halve(values: Tensor, axis: int) -> Tensor:
     """The adjoint of `_double`."""
-    every = (slice(None),) * axis
-    even, odd = values[(*every, slice(0, None, 2))], values[(*every, slice(1, None, 2))] * 0.5
+    even, odd = _every(values, axis, 0, 2), _every(values, axis, 1, 2) * 0.5
     side = even.shape[axis]
     out = values.new_zeros(*values.shape[:axis], side + 1, *values.shape[axis + 1 :])
     torch.add(even, odd, out=out.narrow(axis, 0, side))
@@ -638,8 +681,7 @@ def _pooled(values: Tensor, stride: Sequence[int]) -> Tensor:
     """Sums of pairs of voxels along the axes with a 2."""
     for axis, k in enumerate(stride, start=2):
         if k == 2:
-            every = (slice(None),) * axis
-            values = values[(*every, slice(0, None, 2))] + values[(*every, slice(1, None, 2))]
+            values = _every(values, axis, 0, 2) + _every(values, axis, 1, 2)
     return values
 
 

@@ -86,11 +86,11 @@ def register(
     `model` is the name of a shipped model, the path of a model file, or a model in memory. "auto" first searches for a
     rotation between the images; if there is one, carl-base sees the moving image rotated back.
 
-    `io_iterations` steps of instance optimisation follow the network's result. They change the network's weights, as in
-    the paper (50 steps by default, on a GPU), or the displacement fields (20 by default, elsewhere, and more on coarser
-    grids); 0 skips them. Masks restrict where `io_sim` is measured. `regularity` is the weight of GradICON: 1.5 by
-    default for the weights, as in training, and 0.75 for the fields. If the unregistered images match better than the
-    network's result, the optimisation starts from those, unless `allow_identity` is False.
+    `io_iterations` steps of instance optimisation follow the network's result. They change the displacement fields, on
+    the scans' own voxels (20 steps by default, and more on coarser grids), or with `optimize="weights"` the network's
+    weights, as in the paper (50 by default); 0 skips them. Masks restrict where `io_sim` is measured. `regularity` is
+    the weight of GradICON: 1.5 by default for the weights, as in training, and 0.75 for the fields. If the unregistered
+    images match better than the network's result, the optimisation starts from those, unless `allow_identity` is False.
 
     "rigid" and "affine" transforms are closed-form robust least-squares fits, in millimetres, to the network's dense
     result over the foreground of the fixed image; with `fit_source="attention"` to the matches of its coordinate

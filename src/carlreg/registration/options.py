@@ -52,7 +52,7 @@ class RegisterOptions:
     io_iterations: Annotated[
         int | None,
         "Steps of instance optimisation; 0 skips it. By default 50 when optimising the weights; 20 when optimising "
-        "the fields, and three times as many on each of two coarser grids; none for rigid and affine transforms.",
+        "the fields, and three times as many on each of three coarser grids; none for rigid and affine transforms.",
     ] = None
     io_sim: Annotated[
         SimilarityName | Callable[..., Any],
@@ -60,8 +60,8 @@ class RegisterOptions:
     ] = "lncc"
     optimize: Annotated[
         Optimize,
-        "Optimise the network's weights, as in the paper, or the displacement fields. auto: the weights on an "
-        "NVIDIA GPU, otherwise the fields.",
+        "Optimise the displacement fields on the scans' own voxels, or the network's weights, as in the paper. auto: "
+        "the fields.",
     ] = "auto"
     regularity: Annotated[
         float | None,

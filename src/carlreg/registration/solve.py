@@ -186,14 +186,13 @@ def _optimize_fields(
     maps: Maps, pair: PreparedPair, shapes: Sequence[Shape], common: dict[str, Any]
 ) -> tuple[Shape, Optimized]:
     """Optimise the fields on these grids, or on coarser ones if the GPU has too little memory."""
+    options = dict(common)
     while True:
-        (moving, moving_mask), (fixed, fixed_mask) = (
-            one.on_grid(shape) for one, shape in zip((pair.moving, pair.fixed), shapes, strict=True)
-        )
-        masks = {"moving_mask": moving_mask, "fixed_mask": fixed_mask}
-        spacings = {"moving_spacing": pair.moving.spacing(shapes[0]), "fixed_spacing": pair.fixed.spacing(shapes[1])}
+        for name, one, shape in zip(("moving", "fixed"), (pair.moving, pair.fixed), shapes, strict=True):
+            options[name], options[f"{name}_mask"] = one.on_grid(shape)
+            options[f"{name}_spacing"] = one.spacing(shape)
         try:
-            return shapes[1], optimize_fields(*maps, moving, fixed, **common, **masks, **spacings)
+            return shapes[1], optimize_fields(*maps, **options)
         except torch.cuda.OutOfMemoryError:
             if max(max(shape) for shape in shapes) < COARSEST:
                 raise
@@ -213,7 +212,8 @@ def _field_grids(pair: PreparedPair, options: RegisterOptions) -> list[Shape]:
     shapes = [_at_most(shape, most) for shape in own]
     need, have = BYTES * sum(map(math.prod, shapes)), available_memory(pair.fixed.tensor.device)
     if need > have / 2:
-        most = max(COARSEST // 2, int(most * (have / 2 / need) ** (1 / len(own[0]))))
+        largest = max(map(max, shapes))
+        most = max(COARSEST // 2, int(largest * (have / 2 / need) ** (1 / len(shapes[0]))))
         shapes = [_at_most(shape, most) for shape in shapes]
         logger.warning("too little memory for the scans' own voxels: fields are optimised on at most %d a side", most)
     return shapes

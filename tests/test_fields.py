@@ -1,0 +1,136 @@
+"""Optimisation of fields: its arithmetic against direct sums and differences, thick slices, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from carlreg import DisplacementField, Identity, optimize_fields, warp
+from carlreg.fast import exact
+from carlreg.geometry.grids import Grid, interpolate, sample_at
+from carlreg.geometry.jacobian import folding
+from carlreg.objective.fields import CONTRAST, EPSILON, _Level, _Picture, _Settings, _Windows
+
+GRIDS = [((40,), (33,), (1.0,)), ((40, 37), (33, 50), (1.0, 1.0)), ((34, 18, 6), (33, 20, 9), (1.0, 1.2, 5.0))]
+SETTINGS = _Settings("lncc", 1.5, 0.75, 20.0, 1.0, 2.0, 0)
+
+
+def texture(shape: tuple[int, ...], shift: float, spacing: tuple[float, ...]) -> Tensor:
+    """Waves of at least 12 mm, moved by `shift` mm, from 0 to 1."""
+    axes = [torch.arange(n) * mm - shift for n, mm in zip(shape, spacing, strict=True)]
+    at = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+    generator = torch.Generator().manual_seed(3)
+    waves = (2 * torch.rand(len(shape), 30, generator=generator) - 1) * (6.28 / 12 / math.sqrt(len(shape)))
+    values = torch.cos(at @ waves + 6.28 * torch.rand(30, generator=generator)).sum(-1)
+    return (0.5 + values / 40)[None, None]
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_windows_are_gaussian_around_every_second_voxel(squared: bool) -> None:
+    """Against sums over each window, written out."""
+    torch.manual_seed(0)
+    source, target = torch.rand(2, 1, 1, 16, 32, dtype=torch.float64)
+    windows = _Windows(source, _Picture(target, None, (1.0, 1.0)), 1.5, squared)
+    grid = _Level(windows.target, windows.target, 1.0, SETTINGS).sides[0].grid.double()
+    sigma = math.sqrt(1.5**2 - 0.25) / 2
+    apart, a, b = [], source[0, 0].numpy(), target[0, 0].numpy()
+    for centre in itertools.product(range(8), range(16)):
+        offsets = [np.arange(n) // 2 - c for n, c in zip((16, 32), centre, strict=True)]
+        taps = [np.exp(-0.5 * (o / sigma) ** 2) * (np.abs(o) <= 3 * sigma) for o in offsets]
+        weight = np.outer(*taps) / np.outer(*taps).sum()
+        da, db = a - (weight * a).sum(), b - (weight * b).sum()
+        va, vb = (weight * da**2).sum() + EPSILON, (weight * db**2).sum() + EPSILON
+        correlation = (weight * da * db).sum() / np.sqrt(va * vb)
+        contrast = vb - EPSILON
+        apart.append((1 - (correlation**2 if squared else correlation)) * contrast / (contrast + CONTRAST))
+    assert float(windows(grid)) == pytest.approx(np.mean(apart), abs=1e-9)
+
+
+@pytest.mark.parametrize(("fixed", "moving", "spacing"), GRIDS)
+def test_gradients_are_those_of_the_loss(
+    fixed: tuple[int, ...], moving: tuple[int, ...], spacing: tuple[float, ...]
+) -> None:
+    torch.manual_seed(1)
+    f, m = (_Picture(torch.rand(1, 2, *shape, dtype=torch.float64), None, spacing) for shape in (fixed, moving))
+    level = _Level(f, m, 1.0, SETTINGS)
+    positions = [side.grid + 0.02 * torch.randn_like(side.grid) for side in level.sides]
+    moves = [torch.randn_like(at) for at in positions]
+    phase = torch.tensor(1)
+    _, gradients = level._gradients(positions, phase)
+    step = 1e-7
+    ends = [
+        level._gradients([at + sign * step * move for at, move in zip(positions, moves, strict=True)], phase)[0][0]
+        for sign in (1, -1)
+    ]
+    slope = sum((g * move).sum() for g, move in zip(gradients, moves, strict=True))
+    assert float(slope) == pytest.approx(float((ends[0] - ends[1]) / (2 * step)), rel=1e-3)
+
+
+def test_blocks_without_contrast_are_not_sampled_and_do_not_count() -> None:
+    picture = _Picture(torch.zeros(1, 1, 64, 64), None, (1.0, 1.0))
+    picture.image[..., 20:30, 20:30] = torch.rand(10, 10)
+    source = torch.rand(1, 1, 64, 64)
+    windows = _Windows(source, picture, 1.5, False)
+    assert 0 < len(windows.active) <= 9 < math.prod(picture.blocks)
+    grid = _Level(picture, picture, 1.0, SETTINGS).sides[0].grid
+    elsewhere = source.clone()
+    elsewhere[..., 50:, :] += 1
+    assert float(windows(grid)) == float(_Windows(elsewhere, picture, 1.5, False)(grid))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (5, 6, 4)])
+def test_exact_sampling_is_linear_interpolation(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    dim = len(shape)
+    values = torch.rand(1, 3, *shape, dtype=torch.float64, requires_grad=True)
+    points = (1.2 * torch.rand(1, dim, *(5,) * dim, dtype=torch.float64) - 0.1).requires_grad_()
+    found, expected = exact.sample(values, points), interpolate(values, points.movedim(1, -1))
+    assert torch.allclose(found, expected)
+    assert torch.allclose(sample_at(values, (2 * points - 1).flip(1)), expected)
+    factor = torch.rand_like(found)
+    ours, theirs = (torch.autograd.grad((one * factor).sum(), (values, points)) for one in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-9)
+
+
+def test_thick_slices_stay_and_are_not_smoothed_across() -> None:
+    picture = _Picture(torch.rand(1, 1, 64, 48, 10), None, (1.5, 1.5, 10.0))
+    assert picture.control == (33, 25, 16)
+    assert [picture.shrink(1.5 * factor).shape for factor in (2, 4, 8)] == [(33, 25, 10), (17, 13, 10), (9, 8, 9)]
+    side = _Level(picture, picture, 1.5, SETTINGS).sides[0]
+    assert [blur is None for blur in side.blur] == [False, False, False]  # 3 mm in plane, and 0.3 slices
+    assert float(side.blur[2][4, 5]) < 0.01 < float(side.blur[0][4, 5])  # type: ignore[index]
+    windows = side.measures[0]
+    assert isinstance(windows, _Windows)
+    assert windows.blur[2] is None or float(windows.blur[2][4, 5]) < 0.01
+
+
+@pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (1.0, 1.0, 4.0)])
+def test_a_shift_in_millimetres_is_found(spacing: tuple[float, float, float]) -> None:
+    shape = (40, 36, round(40 / spacing[2]))
+    moving, fixed = texture(shape, 2.0, spacing), texture(shape, 0.0, spacing)
+    options = {"moving_spacing": spacing, "fixed_spacing": spacing}
+    result = optimize_fields(Identity(), Identity(), moving, fixed, **options)  # type: ignore[arg-type]
+    before, after = ((warp(moving, phi, like=fixed) - fixed).square().mean() for phi in (Identity(), result.transform))
+    assert after < 0.3 * before
+    assert folding(result.transform, fixed) == 0
+    inner = tuple(slice(n // 4, n - n // 4) for n in shape)
+    moved = (result.transform.on_grid_of(fixed) - Grid.of(shape).points())[0][inner].flatten(0, 2)
+    millimetres = moved * torch.tensor([(n - 1) * mm for n, mm in zip(shape, spacing, strict=True)])
+    assert torch.allclose(millimetres.mean(0), torch.full((3,), 2.0), atol=0.7), millimetres.mean(0)
+
+
+def test_where_nothing_can_be_compared_the_start_stands() -> None:
+    start = DisplacementField(0.01 * torch.rand(1, 2, 12, 12))
+    empty, image = torch.zeros(1, 1, 32, 32), torch.rand(1, 1, 32, 32)
+    far = DisplacementField(torch.full((1, 2, 32, 32), 5.0))
+    for forward, moving in ((start, empty), (far, image)):
+        result = optimize_fields(forward, start, moving, image, steps=2)
+        assert result.transform.on_grid_of(image).equal(forward.on_grid_of(image))
+        assert result.stopped == "where the images overlap, at least one of them is constant"
+        assert result.losses == []
