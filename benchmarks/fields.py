@@ -68,7 +68,7 @@ class Pair:
 
         self.moving, self.fixed = (tensor(f"{role}/image") / 255 for role in ("moving", "fixed"))
         self.labels = tensor("moving/labels"), tensor("fixed/labels")
-        self.spacings = {
+        self.spacings: dict[str, Any] = {
             f"{role}_spacing": tuple(float(mm) for mm in arrays[f"{name}/{role}/spacing"])
             for role in ("moving", "fixed")
         }
@@ -89,7 +89,8 @@ class Pair:
             before = torch.cuda.memory_allocated()
 
         def optimized() -> Any:
-            return optimize_fields(*first[0], self.moving, self.fixed, **self.spacings, **settings)
+            forward, backward = first[0]
+            return optimize_fields(forward, backward, self.moving, self.fixed, **self.spacings, **settings)
 
         results, fields_seconds = timed(optimized, runs, cuda)
         row: dict[str, Any] = {"shape": list(self.fixed.shape[2:]), "network_s": seconds, "fields_s": fields_seconds}

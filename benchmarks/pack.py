@@ -30,7 +30,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sets", nargs="+", default=["brain", "abdomen"])
     arguments = parser.parse_args()
-    model, arrays = load_model("default", "cpu"), {}
+    model = load_model("default", "cpu")
+    arrays: dict[str, Any] = {}
     for name in arguments.sets:
         paths = sorted(path for path in (arguments.data / name / "val").glob(f"*{SCAN}") if "_labels" not in path.name)
         pair = prepare_pair(read(paths[0]), read(paths[1]), model, torch.device("cpu"))

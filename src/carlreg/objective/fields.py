@@ -122,9 +122,9 @@ def optimize_fields(
     the coarser ones, where they cost little. Their unit doubles with each level; only axes with smaller voxels than
     that are made coarser.
 
-    Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %, or if
-    the images already match perfectly or cannot be compared, the given transforms are returned. `callback(step, loss)`
-    is called at every step of every level.
+    Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
+    or if the images already match perfectly or cannot be compared, the given transforms are returned.
+    `callback(step, loss)` is called at every step of every level.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
