@@ -204,6 +204,21 @@ def test_the_parts_are_those_of_nibabel(odd: Path) -> None:
     assert np.array_equal(images.read(odd / "pages.tif", Choice(frame=2)).colours.swapaxes(0, 1), discs((2, 0)))
 
 
+def test_other_commands_take_the_same_parts(odd: Path, run: Run) -> None:
+    for name, words, wanted in (
+        ("series.nii.gz", ["--frame", 2], Choice(frame=2)),
+        ("colour.nii.gz", ["--channel", 1], Choice(channel=1)),
+        ("holes.nii.gz", ["--nan", 3], Choice(nan=3)),
+    ):
+        code, err = run("convert", odd / name, odd / "part.nii.gz", *words, "--overwrite")
+        assert code == 0, err
+        assert np.array_equal(images.read(odd / "part.nii.gz").data, images.read(odd / name, wanted).data)
+    assert run(*pair(odd, "plain.mha", "plain.mha", "--io-iterations", 0, dim=3))[0] == 0
+    words = ["-i", odd / "series.nii.gz", "-t", odd / "out", "-o", odd / "warped.nii.gz"]
+    assert "--frame N, from 0 to 2" in run("warp", *words)[1]
+    assert run("warp", *words, "--frame", 1)[0] == 0
+
+
 def test_complex_numbers_are_read_by_part(tmp_path: Path) -> None:
     values = (blob() + 2j * blob(1)).astype(np.complex64)
     nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), tmp_path / "a.nii")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,20 @@ Transforms = Annotated[
 Reference = Annotated[Path | None, "Image that defines the output grid. Not needed with a result folder.", "-r"]
 
 
+@dataclass(frozen=True)
+class Take:
+    """What to take of an image that holds more than one."""
+
+    nan: Annotated[float | None, "Replace NaN and infinite values of the image by this number."] = None
+    frame: Annotated[int | None, "The time point of a 4-D image, or the page of a TIFF file, from 0."] = None
+    channel: Annotated[str | None, "The channel of an image in colour, from 0, or luminance, as for pictures."] = None
+
+    def read(self, path: Path) -> Image:
+        from carlreg.files.images import Choice, read
+
+        return read(path, Choice.of(vars(self), "moving"))
+
+
 @command()
 def warp(
     image: Annotated[Path, "The image, in the moving image's space.", "-i"],
@@ -38,6 +53,7 @@ def warp(
     outside: Annotated[
         float | None, "The value outside the image. By default 0, or the lowest value if negative, as in CT."
     ] = None,
+    take: Take = Take(),  # noqa: B008
     overwrite: Overwrite = False,
 ) -> None:
     """Resample the moving image, or its labels, on the fixed image's grid. The data type is kept."""
@@ -45,7 +61,7 @@ def warp(
     from carlreg.files import images, world_transform
 
     with working("reading") as show:
-        source = images.read_labels(image) if labels else images.read(image)
+        source = images.as_labels(take.read(image)) if labels else take.read(image)
         if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
             raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
         if inverse and reference is None:
@@ -145,6 +161,7 @@ def convert(
     reference: Reference = None,
     moving: Annotated[Path | None, "The moving image, for Learn2Reg.", "-m"] = None,
     part: Annotated[Part, "Write all of T(x) = A(x + u(x)), or only A or x + u(x)."] = "whole",
+    take: Take = Take(),  # noqa: B008
     overwrite: Overwrite = False,
 ) -> None:
     """Write a transform or an image in another format."""
@@ -152,8 +169,8 @@ def convert(
     from carlreg.files import images, transform_files
 
     with working("converting"):
-        if not is_transform(source):
-            images.write(images.read(source), target, overwrite=overwrite)
+        if take != Take() or not is_transform(source):
+            images.write(take.read(source), target, overwrite=overwrite)
             return
         if not transform_files.is_learn2reg(source):
             transform = _read([source])

@@ -26,7 +26,8 @@ class Choice:
     def of(cls, options: Mapping[str, Any], side: str) -> "Choice":
         """The choice for one image of a pair. A frame or channel may be given for each: (fixed, moving)."""
         given = {name: options.get(name) for name in ("nan", "frame", "channel")}
-        return cls(**{k: v[side == "moving"] if isinstance(v, (list, tuple)) else v for k, v in given.items()})
+        chosen = {k: v[side == "moving"] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
+        return cls(**{k: int(v) if isinstance(v, str) and v.isdecimal() else v for k, v in chosen.items()})
 
     def check(self, size: Sequence[int], components: int, name: str) -> None:
         """Refuse an image that is not one scalar 2-D or 3-D image once this is taken of it."""
