@@ -46,9 +46,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = (load(arguments.model) if arguments.model else pretrained()).to(device).eval()
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    report: dict[str, Any] = {"commit": arguments.commit, "machine": machine, "torch": torch.__version__, "seed": 0}
-    report |= {"threads": torch.get_num_threads(), "runs": arguments.runs, "rows": []}
+    report: dict[str, Any] = {"commit": arguments.commit, "machine": machine_name(device), "seed": 0}
+    report |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "runs": arguments.runs, "rows": []}
     with np.load(arguments.pairs) as arrays:
         for name in arguments.sets or sorted({key.split("/")[0] for key in arrays}):
             pair = Pair(arrays, name, network, device)
@@ -57,6 +56,10 @@ def main() -> None:
                 report["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def machine_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 class Pair:

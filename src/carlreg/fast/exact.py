@@ -84,8 +84,12 @@ def repeat(step: Callable[[], None], times: int, after: Callable[[int], None]) -
     if times == 1:
         return
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
+    with torch.cuda.stream(stream):  # not `torch.cuda.graph`, which collects Python's garbage first
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
     for number in range(1, times):
         graph.replay()
         after(number)

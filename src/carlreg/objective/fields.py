@@ -397,8 +397,9 @@ class _Level:
         return best, losses, totals.index(min(totals))
 
     def _captured(self) -> bool:
-        """Whether nothing in a step waits for the GPU: functions of the user may."""
-        return isinstance(self.settings.similarity, str)
+        """Whether nothing in a step waits for the GPU: other similarities with masks do, and users' functions may."""
+        name, masks = self.settings.similarity, (self.fixed.mask, self.moving.mask)
+        return name in ("lncc", "lncc2") or (isinstance(name, str) and masks == (None, None))
 
 
 def _folds(positions: Tensor, picture: _Picture) -> Tensor:
@@ -461,11 +462,11 @@ class _Side:
     def unfolded(self, field: Tensor) -> Tensor:
         """The field, smoothed around folds until there are none: a few voxels in a thousand at most."""
         steps = [k / max(n - 1, 1) for k, n in zip(self.target.stride, self.target.shape, strict=True)]
-        near = [_gaussian(n, 1.0, field) for n in field.shape[2:]]
-        for _ in range(REPAIRS):
+        for number in range(REPAIRS):
             bad = _smallest_determinant(self.grid + field, steps) < LEAST_VOLUME
-            if not field.is_cuda and not bool(bad.any()):
+            if not bool(bad.any()):
                 break
+            near = [_gaussian(n, 1.0 + number // 4, field) for n in field.shape[2:]]
             share = (10 * multiply_axes(bad.to(field), near)).clamp(max=1)
             inside = multiply_axes(torch.ones_like(field[:1, :1]), near)
             field = torch.lerp(field, multiply_axes(field, near) / inside, share)
@@ -566,6 +567,8 @@ class _Windows:
         return [slice(at, at + count) for at in range(0, len(self.active), count)]
 
     def __call__(self, positions: Tensor) -> Tensor:
+        if not len(self.active):
+            return positions.sum() * 0
         correlation = self.correlation(positions)
         return ((1 - (correlation**2 if self.squared else correlation)) * self.weights).sum()
 
