@@ -89,7 +89,8 @@ def score(pair: Any, start: Any, settings: dict[str, Any] | None) -> dict[str, f
     begin = time.perf_counter()
     phi = start[0]
     if settings is not None:
-        phi = optimize_fields(*start, pair.moving, pair.fixed, **pair.spacings, **settings).transform
+        options = {"moving": pair.moving, "fixed": pair.fixed, **pair.spacings, **settings}
+        phi = optimize_fields(*start, **options).transform
     if pair.fixed.is_cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
