@@ -22,7 +22,9 @@ from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points
 from carlreg.files.results import FILES
 from carlreg.files.world_transform import ItkTransform, WorldTransform
+from carlreg.model.algorithms import TwoStep
 from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.model.zoo import xi
 from carlreg.objective.fields import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS
 from carlreg.objective.losses import SIMILARITIES, gaussian_blur
@@ -88,6 +90,27 @@ def test_the_same_voxels_under_another_header(pair: tuple[Image, Image], model_f
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["inputs"]["fixed"]["shape"] == [28, 30, 26]
     assert report["metrics"]["folds_percent"] == 0
+
+
+def test_a_model_file_may_ask_for_several_passes(tmp_path: Path) -> None:
+    """The network is applied again to the images as aligned so far: TwoStep{Φ, Φ}."""
+    torch.manual_seed(0)
+    network, affine = xi(3, width=8).eval(), oblique((1.5, 1.2, 2.0), (0, 0, 0))
+    fixed = blobs((26, 26, 26), affine)
+    moving = Image(np.roll(fixed.data, 2, axis=0), affine)
+    maps = {}
+    for name, model in (("1", network), ("2", TwoStep(network, network).eval())):
+        save(network, path := tmp_path / f"{name}.safetensors", metadata={"grid": "24 24 24", "passes": name})
+        options: dict[str, Any] = {"fixed": fixed, "moving": moving, "io_iterations": 0, "allow_identity": False}
+        maps[name] = register(model=path, **options).transform.displacement
+        expected = register(
+            model=dataclasses.replace(load_model(path), network=model), **options
+        ).transform.displacement
+        assert np.array_equal(maps[name], expected)
+    assert np.abs(maps["1"] - maps["2"]).max() > 0.1
+    save(network, path, metadata={"passes": "0"})
+    with pytest.raises(ValueError, match="states '0' passes; expected a number from 1 to 10"):
+        register(model=path, **options)
 
 
 @pytest.mark.parametrize("over", ["fields", "weights"])

@@ -15,11 +15,11 @@ from carlreg.errors import InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
-from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.algorithms import RegistrationAlgorithm, TwoStep
 from carlreg.model.files import load, read_metadata
 from carlreg.model.shipped import DEFAULT, DEFAULT_2D, SHORT, WEIGHTS, available
 
-LARGEST_SIDE = 1024
+LARGEST_SIDE, MOST_PASSES = 1024, 10
 CT_RANGE = (-1000.0, 1000.0)  # air and dense bone, in Hounsfield units
 AUTO = "auto"  # the default model, after a search for a rotation
 Prepare = Callable[[Image, Image | None], tuple[Tensor, str]]
@@ -77,13 +77,16 @@ def load_model(
         return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True)
     path = find_model(model)
     about = read_metadata(path)
+    network = once = load(path, device=device)
+    for _ in range(passes_of(about, path) - 1):
+        network = TwoStep(network, once).eval()
     return LoadedModel(
         grid=grid_of(about, path) or None,
         voxel=voxel_of(about, path),
         ct_range=ct_range_of(about, path),
         keeps_margins=about.get("view") == "whole",
         provenance={"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")},
-        network=load(path, device=device),
+        network=network,
     )
 
 
@@ -102,6 +105,14 @@ def grid_of(about: Mapping[str, str], path: Path) -> tuple[int, ...]:
     if not all(0 < side <= LARGEST_SIDE and side % 1 == 0 for side in sides):
         raise InputError(f"{path} states the grid {about['grid']!r}; expected sides from 1 to {LARGEST_SIDE}")
     return tuple(int(side) for side in sides)
+
+
+def passes_of(about: Mapping[str, str], path: Path) -> int:
+    """How often a network is applied, each time to the images as aligned so far; once if its file does not state it."""
+    passes = _numbers(about, "passes", path, "a number such as '2'") or (1.0,)
+    if len(passes) != 1 or passes[0] not in range(1, MOST_PASSES + 1):
+        raise InputError(f"{path} states {about['passes']!r} passes; expected a number from 1 to {MOST_PASSES}")
+    return int(passes[0])
 
 
 def voxel_of(about: Mapping[str, str], path: Path) -> float | None:
