@@ -17,8 +17,8 @@ from universal import Mixture, start_from, write  # type: ignore[import-not-foun
 
 from carlreg.model.algorithms import TwoStep
 
-sys.path.append(str(Path(__file__).parent.parent))
-from made import machine  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2]))
+from experiments.made import machine
 
 KINDS = ("brain", "abdomen", "abdomen_mr", "cardiac_systole_fixed", "cardiac_diastole_fixed", "hippocampus")
 
