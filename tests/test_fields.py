@@ -14,7 +14,8 @@ from carlreg import DisplacementField, Identity, optimize_fields, warp
 from carlreg.fast import exact
 from carlreg.geometry.grids import Grid, interpolate, sample_at
 from carlreg.geometry.jacobian import folding
-from carlreg.objective.fields import CONTRAST, EPSILON, _Level, _Picture, _Settings, _Windows
+from carlreg.objective.fields import _Level, _Settings
+from carlreg.objective.windows import CONTRAST, EPSILON, Picture, Windows
 
 GRIDS = [((40,), (33,), (1.0,)), ((40, 37), (33, 50), (1.0, 1.0)), ((34, 18, 6), (33, 20, 9), (1.0, 1.2, 5.0))]
 SETTINGS = _Settings("lncc", 1.5, 0.75, 20.0, 1.0, 2.0, 0)
@@ -35,7 +36,7 @@ def test_windows_are_gaussian_around_every_second_voxel(squared: bool) -> None:
     """Against sums over each window, written out."""
     torch.manual_seed(0)
     source, target = torch.rand(2, 1, 1, 16, 32, dtype=torch.float64)
-    windows = _Windows(source, _Picture(target, None, (1.0, 1.0)), 1.5, squared)
+    windows = Windows(source, Picture(target, None, (1.0, 1.0)), 1.5, squared)
     grid = _Level(windows.target, windows.target, 1.0, SETTINGS).sides[0].grid.double()
     sigma = math.sqrt(1.5**2 - 0.25) / 2
     apart, a, b = [], source[0, 0].numpy(), target[0, 0].numpy()
@@ -56,7 +57,7 @@ def test_gradients_are_those_of_the_loss(
     fixed: tuple[int, ...], moving: tuple[int, ...], spacing: tuple[float, ...]
 ) -> None:
     torch.manual_seed(1)
-    f, m = (_Picture(torch.rand(1, 2, *shape, dtype=torch.float64), None, spacing) for shape in (fixed, moving))
+    f, m = (Picture(torch.rand(1, 2, *shape, dtype=torch.float64), None, spacing) for shape in (fixed, moving))
     level = _Level(f, m, 1.0, SETTINGS)
     positions = [side.grid + 0.02 * torch.randn_like(side.grid) for side in level.sides]
     moves = [torch.randn_like(at) for at in positions]
@@ -72,15 +73,15 @@ def test_gradients_are_those_of_the_loss(
 
 
 def test_blocks_without_contrast_are_not_sampled_and_do_not_count() -> None:
-    picture = _Picture(torch.zeros(1, 1, 64, 64), None, (1.0, 1.0))
+    picture = Picture(torch.zeros(1, 1, 64, 64), None, (1.0, 1.0))
     picture.image[..., 20:30, 20:30] = torch.rand(10, 10)
     source = torch.rand(1, 1, 64, 64)
-    windows = _Windows(source, picture, 1.5, False)
+    windows = Windows(source, picture, 1.5, False)
     assert 0 < len(windows.active) <= 9 < math.prod(picture.blocks)
     grid = _Level(picture, picture, 1.0, SETTINGS).sides[0].grid
     elsewhere = source.clone()
     elsewhere[..., 50:, :] += 1
-    assert float(windows(grid)) == float(_Windows(elsewhere, picture, 1.5, False)(grid))
+    assert float(windows(grid)) == float(Windows(elsewhere, picture, 1.5, False)(grid))
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (5, 6, 4)])
@@ -99,14 +100,14 @@ def test_exact_sampling_is_linear_interpolation(shape: tuple[int, ...]) -> None:
 
 
 def test_thick_slices_stay_and_are_not_smoothed_across() -> None:
-    picture = _Picture(torch.rand(1, 1, 64, 48, 10), None, (1.5, 1.5, 10.0))
+    picture = Picture(torch.rand(1, 1, 64, 48, 10), None, (1.5, 1.5, 10.0))
     assert picture.control == (33, 25, 16)
     assert [picture.shrink(1.5 * factor).shape for factor in (2, 4, 8)] == [(33, 25, 10), (17, 13, 10), (9, 8, 9)]
     side = _Level(picture, picture, 1.5, SETTINGS).sides[0]
     assert [blur is None for blur in side.blur] == [False, False, False]  # 3 mm in plane, and 0.3 slices
     assert float(side.blur[2][4, 5]) < 0.01 < float(side.blur[0][4, 5])  # type: ignore[index]
     windows = side.measures[0]
-    assert isinstance(windows, _Windows)
+    assert isinstance(windows, Windows)
     assert windows.blur[2] is None or float(windows.blur[2][4, 5]) < 0.01
 
 
