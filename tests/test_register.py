@@ -252,3 +252,33 @@ def test_the_shipped_model_registers_two_synthetic_patients() -> None:
     assert result.metrics["dice_before"] < 0.1
     assert result.metrics["dice_after"] > 0.5
     assert result.metrics["folds_percent"] < 0.1
+
+
+def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
+    """Local correlation where it has one sign, squared where it has both, and what the user asks for always."""
+    from carlreg.files.images import from_array
+    from carlreg.geometry.transforms import Identity
+    from carlreg.objective.losses import gaussian_blur
+    from carlreg.preparation import Prepared, PreparedPair
+    from carlreg.registration.options import RegisterOptions
+    from carlreg.registration.similarity import agreement, with_similarity
+
+    noise = gaussian_blur(torch.randn(1, 1, 40, 40, 40, generator=torch.Generator().manual_seed(0)), 2.0)
+    scan = 0.5 + 0.4 * (noise / noise.abs().max())  # inside a body
+    folded = (scan - 0.5).abs() * 2 + 0.1  # as bright for dark as for bright
+    assert agreement(scan, 0.8 * scan**2) > 0.95
+    assert agreement(scan, 1 - scan) < -0.8  # at the border, windows hold zeros
+    assert abs(agreement(scan, folded)) < 0.5
+    assert np.isnan(agreement(scan, torch.zeros_like(scan)))
+
+    def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
+        image = from_array(scan[0, 0].numpy())
+        pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole") for t in (scan, moving)))
+        found, reason = with_similarity(RegisterOptions(**options), Identity(), pair)
+        return found.io_sim, reason
+
+    assert chosen(scan**2) == ("lncc", "the contrasts agree (agreement 1.00, limit 0.7)")
+    assert chosen(1 - scan)[0] == chosen(folded)[0] == "lncc2"
+    assert "the contrasts differ (agreement -0." in str(chosen(1 - scan)[1])
+    assert chosen(1 - scan, io_sim="mind") == ("mind", None)
+    assert chosen(torch.zeros_like(scan)) == ("lncc2", "the images hardly overlap")

@@ -28,8 +28,8 @@ FOREGROUND = 0.05
 FULL, MARGIN = 2 / 3, 0.05
 """An axis is cropped if the foreground covers less than `FULL` of it; then `MARGIN` of the grid stays free at each
 end."""
-LUNG = 0.08
-"""In CT of chests, this share of the body is lung, or more."""
+LUNG = 0.11
+"""In CT of chests, this share of the body is lung, or more; in CT of whole trunks, less."""
 FILLED = 0.85
 """If the usual voxel size does not fit, choose one so that the wider scan spans this fraction of the grid."""
 

@@ -21,7 +21,7 @@ from carlreg.errors import ExistsError, InputError, OutputError, user_message
 from carlreg.files.atomic import refuse_result, write_atomically
 from carlreg.files.checksums import sha256
 from carlreg.files.results import PAGE, PICTURES, REPORT, WARP, Report, ResultFolder
-from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
+from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityChoice
 
 if TYPE_CHECKING:
     from carlreg.files.tables import Pair
@@ -84,7 +84,7 @@ class Outputs:
     fixed=["-f"],
     moving=["-m"],
     io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
-    io_sim=Annotated[SimilarityName, typer.Option()],
+    io_sim=Annotated[SimilarityChoice, typer.Option()],
     frame=Numbers,
     channel=Numbers,
     optimize=["--optimize", "--over"],
@@ -156,6 +156,8 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
         if outputs.warped_moving_out is not None:
             images.write(result.warped, outputs.warped_moving_out, overwrite=overwrite)
     record, target = result.record, next(iter(outputs.files().values()))
+    if record.io_iterations and record.io_sim_reason:
+        message(f"optimised {record.io_sim}: {record.io_sim_reason}")
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look["turned_back"] else ""
     message(f"{target}: {turned}{_summary(record.metrics)}{record.seconds['total']:.0f} s")
     return record

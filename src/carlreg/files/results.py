@@ -95,6 +95,8 @@ class Report:
     io_iterations: int | None = None
     io_over: str | None = None
     io_sim: str | None = None
+    io_sim_reason: str | None = None
+    """Why this similarity was chosen, if it was."""
     regularity: float | None = None
     allow_identity: bool | None = None
     seed: int | None = None

@@ -34,7 +34,7 @@ from carlreg.registration.options import (
     Optimize,
     PairInputs,
     RegisterOptions,
-    SimilarityName,
+    SimilarityChoice,
     TransformKind,
 )
 from carlreg.registration.progress import Progress
@@ -88,9 +88,10 @@ def register(
 
     `io_iterations` steps of instance optimisation follow the network's result. They change the displacement fields, on
     the scans' own voxels (20 steps by default, and more on coarser grids), or with `optimize="weights"` the network's
-    weights, as in the paper (50 by default); 0 skips them. Masks restrict where `io_sim` is measured. `regularity` is
-    the weight of GradICON: 1.5 by default for the weights, as in training, and 0.75 for the fields. If the unregistered
-    images match better than the network's result, the optimisation starts from those, unless `allow_identity` is False.
+    weights, as in the paper (50 by default); 0 skips them. `io_sim="auto"` takes lncc if the contrasts of the scans
+    agree, and lncc2 otherwise; masks restrict where it is measured. `regularity` is the weight of GradICON: 1.5 by
+    default for the weights, as in training, and 0.75 for the fields. If the unregistered images match better than the
+    network's result, the optimisation starts from those, unless `allow_identity` is False.
 
     "rigid" and "affine" transforms are closed-form robust least-squares fits, in millimetres, to the network's dense
     result over the foreground of the fixed image; with `fit_source="attention"` to the matches of its coordinate
@@ -127,7 +128,7 @@ def register(
     options = RegisterOptions(
         transform=transform,
         io_iterations=io_iterations,
-        io_sim=cast(SimilarityName, io_sim),
+        io_sim=cast(SimilarityChoice, io_sim),
         optimize=_renamed("optimize", optimize, "over", over),
         regularity=regularity,
         fit_source=_renamed("fit_source", fit_source, "fit_to", fit_to),
@@ -191,7 +192,7 @@ def register_pair(
         model=loaded.provenance,
         look=None if rotation is None else describe_rotation(rotation),
         device=str(device),
-        **describe_options(options, solution.optimization),
+        **describe_options(options, solution),
         grid=list(pair.fixed.tensor.shape[2:]),
         inputs=records,
         seconds=work.seconds(),

@@ -16,6 +16,7 @@ TransformKind = Literal["deformable", "affine", "rigid"]
 Optimize = Literal["auto", "weights", "fields"]
 FitSource = Literal["network", "attention"]
 SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
+SimilarityChoice = Literal["auto", "lncc", "lncc2", "mind", "ssd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,10 @@ class RegisterOptions:
         "the fields, and three times as many on each of three coarser grids; none for rigid and affine transforms.",
     ] = None
     io_sim: Annotated[
-        SimilarityName | Callable[..., Any],
-        "The similarity measure to optimise; mind is for scans of different modality.",
-    ] = "lncc"
+        SimilarityChoice | Callable[..., Any],
+        "The similarity measure to optimise. auto: lncc if the contrasts of the scans agree, otherwise lncc2, which "
+        "does not mind inverted contrast.",
+    ] = "auto"
     optimize: Annotated[
         Optimize,
         "Optimise the displacement fields on the scans' own voxels, or the network's weights, as in the paper. auto: "
@@ -90,7 +92,7 @@ class RegisterOptions:
         for name, choices in (("transform", TransformKind), ("optimize", Optimize), ("fit_source", FitSource)):
             _check_choice(name, getattr(self, name), get_args(choices))
         if not callable(self.io_sim):
-            _check_choice("io_sim", self.io_sim, get_args(SimilarityName))
+            _check_choice("io_sim", self.io_sim, get_args(SimilarityChoice))
         if self.io_iterations is not None and self.io_iterations < 0:
             raise InputError(f"io_iterations is {self.io_iterations}; expected 0 or more")
         if self.regularity is not None and not (math.isfinite(self.regularity) and self.regularity >= 0):

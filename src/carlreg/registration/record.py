@@ -17,7 +17,7 @@ from carlreg.preparation import Prepared, PreparedPair
 from carlreg.registration.case import Case
 from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.rotation_search import RigidMatch
-from carlreg.registration.solve import Optimization
+from carlreg.registration.solve import Solution
 
 
 def describe_inputs(inputs: PairInputs, case: Case, pair: PreparedPair) -> dict[str, InputRecord]:
@@ -45,14 +45,16 @@ def _describe(source: Any, image: Image | None = None, prepared: Prepared | None
     )
 
 
-def describe_options(options: RegisterOptions, optimization: Optimization | None) -> dict[str, Any]:
+def describe_options(options: RegisterOptions, solution: Solution) -> dict[str, Any]:
     """The options, with the defaults of the optimisation filled in."""
+    optimization = solution.optimization
     return {
         "transform": options.transform,
         "fit_to": None if options.transform == "deformable" else options.fit_source,
         "io_iterations": 0 if optimization is None else optimization.steps,
         "io_over": None if optimization is None else optimization.over,
-        "io_sim": options.similarity_name,
+        "io_sim": solution.io_sim or options.similarity_name,
+        "io_sim_reason": solution.io_sim_reason,
         "io_grid": None if optimization is None else optimization.grid,
         "regularity": options.regularity if optimization is None else optimization.regularity,
         "allow_identity": options.allow_identity,

@@ -27,6 +27,7 @@ from carlreg.preparation import PreparedPair
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
+from carlreg.registration.similarity import with_similarity
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Solution:
     transform: WorldTransform
     metrics: dict[str, float] = field(default_factory=dict)
     optimization: Optimization | None = None
+    io_sim: str | None = None
+    io_sim_reason: str | None = None
 
 
 def solve(
@@ -82,10 +85,12 @@ def solve(
         return Solution(fitted)
     progress.begin("network")
     maps = _both(network, pair)
+    options, reason = with_similarity(options, maps[0], pair)
+    chosen = {"io_sim": options.similarity_name, "io_sim_reason": reason}
     over: Way = "fields" if options.optimize == "auto" else options.optimize
-    if options.allow_identity and (reason := _better_unregistered(maps, pair, options)):
+    if options.allow_identity and (why := _better_unregistered(maps, pair, options)):
         maps, over = (Identity(), Identity()), "fields"
-        progress.warn(reason)
+        progress.warn(why)
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
@@ -96,10 +101,10 @@ def solve(
     progress.begin("world_space")
     forward, backward = (phi.map_tensors(lambda tensor: tensor.detach().float().cpu()) for phi in maps)
     if kind != "deformable":
-        return Solution(fit_to_dense(forward, pair, kind), {}, optimization)
+        return Solution(fit_to_dense(forward, pair, kind), {}, optimization, **chosen)
     metrics = {"inverse_consistency_mm": _inverse_consistency(forward, backward, pair)}
     world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
-    return Solution(world, metrics, optimization)
+    return Solution(world, metrics, optimization, **chosen)
 
 
 def _inverse_consistency(forward: Transform, backward: Transform, pair: PreparedPair) -> float:

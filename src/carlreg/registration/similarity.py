@@ -1,0 +1,49 @@
+"""Which similarity to optimise: decided from the images, once the network has aligned them roughly.
+
+Squared local correlation (lncc2) does not mind inverted contrast. On scans of the same contrast it is as good as local
+correlation (lncc), or nearly so; on others it is far better. So it is taken unless the contrasts clearly agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from carlreg.geometry.grids import interpolate
+from carlreg.geometry.transforms import Transform
+from carlreg.objective.losses import gaussian_blur, local_correlation
+from carlreg.preparation import FOREGROUND, PreparedPair
+from carlreg.registration.options import RegisterOptions
+
+WINDOW = 2.0
+"""Standard deviation in voxels of the windows in which intensities are compared."""
+AGREEMENT = 0.7
+"""From this agreement on, two images have the same contrast."""
+
+
+@torch.no_grad()
+def agreement(warped: Tensor, fixed: Tensor) -> float:
+    """Mean over root mean square of the local correlations: near 1 if what is brighter in one image is brighter in the
+    other everywhere, near −1 if it is darker, about 0 if the contrasts have little in common; NaN without any overlap.
+
+    Only windows inside both bodies count, since a body differs from the background in every contrast.
+    """
+    inside = gaussian_blur(((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed), WINDOW) > 0.95
+    correlation = local_correlation(warped, fixed, WINDOW)[inside]
+    return float(correlation.mean() / correlation.square().mean().sqrt().clamp(min=1e-6))
+
+
+def with_similarity(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> tuple[RegisterOptions, str | None]:
+    """The options with a similarity in place of "auto", chosen by the map Φ[moving, fixed], and the reason."""
+    if options.io_sim != "auto":
+        return options, None
+    fixed = pair.fixed.tensor
+    found = agreement(interpolate(pair.moving.tensor, phi.on_grid_of(fixed)), fixed)
+    if math.isnan(found):
+        return replace(options, io_sim="lncc2"), "the images hardly overlap"
+    same = found >= AGREEMENT
+    reason = f"the contrasts {'agree' if same else 'differ'} (agreement {found:.2f}, limit {AGREEMENT})"
+    return replace(options, io_sim="lncc" if same else "lncc2"), reason
