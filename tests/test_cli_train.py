@@ -332,11 +332,75 @@ def test_learning_from_labels(scans: Path, tmp_path: Path, capsys: pytest.Captur
     fails(command(scans / "scans.csv", tmp_path / "other", "--label-weight", "-1"), capsys, 2)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--contrast", "0.5"],
+        ["--deform", "0.6", "--label-weight", "1"],
+        ["--mirror"],
+        ["--margins", "0.3", "--crop", "0.5"],
+        ["--thick-slices", "0.5"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_options_for_harder_images(whole: Path, scans: Path, tmp_path: Path, more: list[str]) -> None:
+    """Each changes what is learnt, and the same command does so in the same way."""
+    for name in ("one", "two"):
+        assert main(command(scans / "scans.csv", tmp_path / name, *more, "--no-tensorboard", "--quiet")) == 0
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    assert not same_weights(tmp_path / "one", whole)
+
+
+def test_pairs_made_from_label_maps(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On scans without labels, from a folder and from a pattern; overlap is then part of the loss."""
+    (tmp_path / "maps").mkdir()
+    for number in range(3):
+        shutil.copy(scans / f"l{number}.nii.gz", tmp_path / "maps")
+    (tmp_path / "bare.csv").write_text("\n".join(["image", *(f"{scans}/s{i}.nii.gz" for i in range(4))]) + "\n")
+    for name, maps in (("folder", "maps"), ("pattern", "maps/l[0-2].nii*")):
+        more = ["--label-maps", str(tmp_path / maps), "--label-map-share", "1", "--no-tensorboard"]
+        assert main(command(tmp_path / "bare.csv", tmp_path / name, *more)) == 0
+        assert "0 for validation, 3 label maps, grid 24 × 20" in capsys.readouterr().err
+        assert all(0 < entry["losses"]["label_loss"] < 2 for entry in entries(tmp_path / name))
+    assert same_weights(tmp_path / "folder", tmp_path / "pattern")
+    assert read_metadata(tmp_path / "folder" / "last.safetensors")["data"] == "4 images for training, 3 label maps"
+
+
+def test_pairs_across_modalities(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{scans}/s{i}.nii.gz,{scans}/l{i}.nii.gz,{'MR' if i % 2 else 'CT'},train" for i in range(4)]
+    rows += [f"{scans}/s{i}.nii.gz,{scans}/l{i}.nii.gz,MR,val" for i in (4, 5)]
+    (tmp_path / "both.csv").write_text("\n".join(["image,labels,modality,split", *rows]) + "\n")
+    assert main(command(tmp_path / "both.csv", tmp_path / "run", "--no-tensorboard", "--label-weight", "1")) == 0
+    assert "ignoring" not in capsys.readouterr().err
+    row = f"{scans}/s0.nii.gz,{scans}/s1.nii.gz,CT,MR"
+    (tmp_path / "pairs.csv").write_text(f"fixed,moving,fixed_modality,moving_modality\n{row}\n")
+    message = fails(command(tmp_path / "pairs.csv", tmp_path / "other", "--val-fraction", "0"), capsys)
+    assert "are of different modality and share no label; expected label maps of both" in message
+    assert not (tmp_path / "other").exists()
+
+
+def test_wrong_shares_and_label_maps(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("contrast", "deform", "margins", "crop", "thick-slices", "label-map-share"):
+        for value in ("1.5", "-0.1", "nan"):
+            message = fails(command(scans / "scans.csv", tmp_path / "run", f"--{name}", value), capsys, code=2)
+            assert f"{name.replace('-', '_')} is {value}; expected a share from 0 to 1" in message
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "one").mkdir()
+    shutil.copy(scans / "l0.nii.gz", tmp_path / "one")
+    for name, found in (("empty", "no label map"), ("one", "only one label map"), ("*.mha", "no label map")):
+        message = fails(command(scans / "scans.csv", tmp_path / "run", "--label-maps", str(tmp_path / name)), capsys)
+        assert f"{name} has {found}" in message
+        assert "expected a folder or a quoted pattern with at least two" in message
+    images_only = fails(command(scans / "scans.csv", tmp_path / "run", "--label-maps", str(scans / "*.csv")), capsys)
+    assert "has no label map" in images_only
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_processes_do_what_one_does(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Started by the command itself, by lightning-fabric."""
     pytest.importorskip("lightning_fabric")
     more = ["--freeze-batch-norm", "--no-tensorboard", "--steps", "1", "--diffusion-steps", "1", "--rotate"]
-    more += ["--label-weight", "1"]
+    more += ["--label-weight", "1", "--contrast", "0.5", "--deform", "0.5", "--margins", "0.5"]
     process = start(command(scans / "scans.csv", tmp_path / "two", "--devices", "2", *more))
     _, words = process.communicate(timeout=120)
     assert process.returncode == 0, words

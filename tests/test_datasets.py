@@ -16,14 +16,17 @@ from carlreg.errors import InputError
 from carlreg.files import images, orientation
 from carlreg.files.images import Image
 from carlreg.geometry import resizing
+from carlreg.geometry.grids import Grid
+from carlreg.geometry.transforms import Affine
 from carlreg.model.algorithms import ClosedFormXi
 from carlreg.model.loaded import LoadedModel
 from carlreg.preparation import prepare_pair
 from carlreg.training import cache
 from carlreg.training import cohort as manifest
+from carlreg.training.batches import Batch
 from carlreg.training.cache import Prepared, choose_grid, prepare
 from carlreg.training.cohort import Case, Cohort, DatasetError, Pair
-from carlreg.training.pairs import STRUCTURES, Augmentation, TrainingPairs, apply
+from carlreg.training.pairs import STRUCTURES, Augmentation, TrainingPairs
 from carlreg.training.validation import Validation
 
 pytest.importorskip("SimpleITK")
@@ -398,11 +401,12 @@ def test_parts_of_a_drawn_batch_join(monkeypatch: pytest.MonkeyPatch) -> None:
     def part(rank: int, size: int) -> torch.Tensor:
         monkeypatch.setattr(Team, "current", lambda: Team(rank, size))
         draw = TrainingPairs(
-            cohort, prepared, batch=4, device=CPU, augmentation=Augmentation(flips=True), labelled=True
+            cohort, prepared, batch=4, device=CPU, augmentation=EVERYTHING, labelled=True, maps=prepared, map_share=0.5
         )
-        moving, fixed, *structures = draw(torch.Generator().manual_seed(3))[:4]
+        moving, fixed, *structures, moving_target, fixed_target = draw(torch.Generator().manual_seed(3))
         assert [part.shape[1] for part in structures] == [STRUCTURES] * 2
-        return torch.stack([torch.cat([moving, structures[0]], dim=1), torch.cat([fixed, structures[1]], dim=1)])
+        parts = ((moving, structures[0], moving_target), (fixed, structures[1], fixed_target))
+        return torch.stack([torch.cat(part, dim=1) for part in parts])
 
     whole = part(0, 1)
     assert torch.equal(part(0, 2), whole[:, 0::2])
@@ -436,9 +440,9 @@ def test_flips_and_permutations_are_exact_and_common_to_the_pair() -> None:
     image = torch.rand(1, 1, 5, 5, 5)
     pairs = 600
     turned = Augmentation(affine=0, flips=True, permutations=True)
-    of_moving, of_fixed = turned.draw(pairs, 3, torch.Generator().manual_seed(0))
-    assert torch.equal(of_moving.matrix, of_fixed.matrix)
-    seen = apply(of_moving, image.expand(pairs, -1, -1, -1, -1))
+    views = turned.draw(pairs, 3, torch.Generator().manual_seed(0))
+    seen, again = views.sample(image.expand(2 * pairs, -1, -1, -1, -1))[0].chunk(2)
+    assert torch.equal(seen, again)
     expected = torch.stack(
         [
             image[0, 0].permute(order).flip(axes)
@@ -452,16 +456,172 @@ def test_flips_and_permutations_are_exact_and_common_to_the_pair() -> None:
 
 
 def test_affine_noise_has_the_size_that_was_asked_for() -> None:
-    of_moving, of_fixed = Augmentation(affine=0.05).draw(4000, 2, torch.Generator().manual_seed(0))
+    drawn = Augmentation(affine=0.05).draw(4000, 2, torch.Generator().manual_seed(0)).affine.matrix
+    of_moving, of_fixed = (Affine(matrix) for matrix in drawn.chunk(2))
     for maps in (of_moving, of_fixed):
         off = maps.linear - torch.eye(2)
         assert off.std().item() == pytest.approx(0.05, rel=0.05)
         centre = maps(torch.full((4000, 1, 2), 0.5)) - 0.5
         assert (2 * centre).std().item() == pytest.approx(0.05, rel=0.05)  # in coordinates from −1 to 1
     assert abs(float((of_moving.linear - torch.eye(2)).mul(of_fixed.linear - torch.eye(2)).mean())) < 1e-3
-    nothing = Augmentation(affine=0).draw(2, 3, torch.Generator())[0]
-    x = torch.rand(2, 9, 3)
-    assert torch.allclose(nothing(x), x)
+    x = torch.rand(4, 9, 3)
+    assert torch.allclose(Augmentation(affine=0).draw(2, 3, torch.Generator()).affine(x), x)
+
+
+EVERYTHING = Augmentation(flips=True, mirror=True, contrast=0.5, deform=0.5, margins=0.5, crop=0.5, thick_slices=0.5)
+ROWS = ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0))
+
+
+def ball(side: int = 24, label: int = 7, seed: int = 0) -> Prepared:
+    """A smooth bright ball on grey; the label is where it is brighter than a half."""
+    centre = torch.tensor((0.35, 0.5, 0.55)) + 0.1 * torch.rand(3, generator=torch.Generator().manual_seed(seed))
+    far = (Grid.of((side,) * 3).points() - centre).square().sum(-1)
+    image = (51 + 204 * torch.sigmoid(40 * (0.05 - far))).round().byte()[None]
+    return Prepared(image, label * (image > 153).byte(), ROWS, (side - 1.0,) * 3, "", "")
+
+
+def balls(count: int, *modalities: str) -> tuple[Cohort, list[Prepared]]:
+    names = modalities or ("",) * count
+    return Cohort(tuple(Case(Path(str(i)), None, names[i]) for i in range(count))), [ball(seed=i) for i in range(count)]
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(2 * (one & other).sum() / (one.sum() + other.sum()))
+
+
+def bytes_of(batch: Batch) -> list[bytes]:
+    return [part.numpy().tobytes() for part in batch if part is not None]
+
+
+def test_labels_follow_the_image_through_everything() -> None:
+    """A label that is defined by the intensity still is, in the images that the loss compares."""
+    draw = TrainingPairs(*balls(3), batch=12, device=CPU, augmentation=EVERYTHING, labelled=True)
+    batch = draw(torch.Generator().manual_seed(0))
+    bright = torch.cat(batch.compared) > 0.6
+    labels = torch.cat([batch.moving_labels, batch.fixed_labels])[:, :1].bool()  # type: ignore[list-item]
+    overlaps = [overlap(one, other) for one, other in zip(bright, labels, strict=True)]
+    assert min(overlaps) > 0.85  # of balls of a few voxels: linear and nearest interpolation differ at the surface
+    unmoved = [max(overlap(one, other > 0) for other in draw.labels) for one in labels]
+    assert sorted(unmoved)[12] < 0.7
+
+
+def test_the_same_seed_gives_the_same_batch() -> None:
+    draw = TrainingPairs(
+        *balls(4), batch=4, device=CPU, augmentation=EVERYTHING, labelled=True, maps=[ball(seed=9), ball(seed=8)],
+        map_share=0.5,
+    )  # fmt: skip
+    first, again, other = (bytes_of(draw(torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
+    assert len(first) == 6
+    assert first == again
+    assert all(one != two for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("change", [{"contrast": 1.0}, {"thick_slices": 1.0}])
+def test_the_loss_compares_the_original_images(change: dict[str, float]) -> None:
+    cohort, prepared = balls(2)
+    draw = TrainingPairs(cohort, prepared, batch=3, device=CPU, augmentation=Augmentation(affine=0, **change))  # type: ignore[arg-type]
+    batch = draw(torch.Generator().manual_seed(0))
+    known = torch.stack([case.image for case in prepared]).float() / 255
+    for seen, compared in zip(torch.cat(batch[:2]), torch.cat(batch.compared), strict=True):
+        assert min((compared - image).abs().max() for image in known) < 1e-5
+        assert (seen - compared).abs().max() > 0.02
+    half = TrainingPairs(cohort, prepared, batch=100, device=CPU, augmentation=Augmentation(contrast=0.3))
+    batch = half(torch.Generator().manual_seed(0))
+    changed = (torch.cat(batch[:2]) != torch.cat(batch.compared)).flatten(1).any(1)
+    assert 40 <= int(changed.sum()) <= 80
+
+
+def test_thick_slices_are_linear_between_the_slices() -> None:
+    image = torch.rand(1, 1, 29, 9, 9)
+    views = Augmentation(affine=0).draw(1, 3, torch.Generator())
+    seen = replace(views, thickness=torch.tensor([[7.0, 1.0, 1.0]])).in_thick_slices(image.clone())
+    # 29 voxels become 4 slices, 28/3 voxels apart.
+    bends = (seen[:, :, 2:] - 2 * seen[:, :, 1:-1] + seen[:, :, :-2]).abs().amax((0, 1, 3, 4)) > 1e-4
+    assert bends.nonzero()[:, 0].add(1).tolist() == [9, 10, 18, 19]
+
+
+def test_only_left_and_right_are_mirrored_and_both_alike() -> None:
+    views = Augmentation(affine=0, flips=True, mirror=True).draw(40, 3, torch.Generator().manual_seed(0))
+    image = torch.rand(1, 1, 5, 6, 7)
+    moving, fixed = views.sample(image.expand(80, -1, -1, -1, -1))[0].chunk(2)
+    assert torch.equal(moving, fixed)
+    mirrored = [torch.allclose(one, image.flip(2)[0], atol=1e-5) for one in moving]
+    assert all(torch.allclose(one, image[0], atol=1e-5) for one, m in zip(moving, mirrored, strict=True) if not m)
+    assert 10 <= sum(mirrored) <= 30
+
+
+def test_margins_are_empty_and_crops_lose_only_slices() -> None:
+    image = torch.full((1, 1, 20, 20, 20), 0.5)
+    views = Augmentation(affine=0, margins=1).draw(20, 3, torch.Generator().manual_seed(0))
+    seen, labels = views.sample(image.expand(40, -1, -1, -1, -1), torch.ones(40, 1, 20, 20, 20))
+    assert labels is not None
+    assert torch.allclose(seen, 0.5 * (seen > 0))
+    assert torch.equal(seen > 0, labels > 0)
+    filled = (seen > 0).float().mean((1, 2, 3, 4))
+    assert 0.1 < filled.min() < 0.3 < 0.8 < filled.max() <= 1
+    views = Augmentation(affine=0, crop=1).draw(20, 3, torch.Generator().manual_seed(0))
+    ramps = Grid.of((20,) * 3).points().movedim(-1, 0)[None]
+    across, along, up = views.sample(ramps.expand(40, -1, -1, -1, -1))[0].unbind(1)
+    for seen, ramp in ((across, ramps[:, 0]), (along, ramps[:, 1])):
+        assert torch.allclose(seen, ramp.expand_as(seen), atol=1e-5)
+    kept = up[:, 0, 0, -1] - up[:, 0, 0, 0]
+    assert 0.54 < kept.min() < 0.65
+    assert 0.9 < kept.max() <= 1
+    assert up[:, 0, 0, 0].max() > 0.1  # at either end
+    assert up[:, 0, 0, -1].min() < 0.9
+
+
+def test_label_maps_are_rendered_in_two_contrasts_and_compared_in_one() -> None:
+    """Two copies of one map with large, negative and missing numbers."""
+    labels = torch.zeros(1, 16, 16, 16, dtype=torch.int32)
+    labels[:, 2:8, 2:14, 2:14], labels[:, 8:14, 2:14, 2:14] = 2035, -3
+    map_ = replace(ball(16), image=(labels != 0).byte() * 255, labels=labels)
+    still = Augmentation(affine=0)
+    draw = TrainingPairs(
+        *balls(2), batch=4, device=CPU, augmentation=still, labelled=True, maps=[map_, map_], map_share=1.0
+    )
+    batch = draw(torch.Generator().manual_seed(0))
+    moving, fixed = batch.compared
+    assert torch.equal(moving, fixed)
+    inside = [(0, slice(3, 7)), (0, slice(9, 13))]
+    first, second = ([image[:, 0, part, 6:10, 6:10] for _, part in inside] for image in (batch.moving, batch.fixed))
+    assert min((a.mean((1, 2, 3)) - b.mean((1, 2, 3))).abs().amax() for a, b in zip(first, second, strict=True)) > 0.1
+    assert moving[:, 0, 3:7, 6:10, 6:10].std((1, 2, 3)).max() < 0.02  # a structure is uniform
+    sizes = batch.moving_labels.sum((2, 3, 4)).sort(descending=True).values  # type: ignore[union-attr]
+    assert sizes[:, :3].tolist() == [[6 * 12 * 12, 6 * 12 * 12, 0]] * 4
+    none = TrainingPairs(*balls(2), batch=4, device=CPU, augmentation=still, maps=[map_, map_], map_share=0.0)
+    batch = none(torch.Generator().manual_seed(0))
+    assert torch.equal(batch.moving, batch.compared[0])
+    assert batch.labels is None
+
+
+def test_images_of_different_modality_are_compared_by_shared_structures() -> None:
+    cohort, prepared = balls(2, "CT", "MR")
+    prepared[1] = replace(prepared[1], image=255 - prepared[1].image)
+    extra = prepared[1].labels
+    assert extra is not None
+    extra[:, :3, :3, :3] = 9  # a structure of one image only
+    draw = TrainingPairs(cohort, prepared, batch=1, device=CPU, augmentation=Augmentation(affine=0))
+    batch = draw(torch.Generator().manual_seed(0))
+    for seen, compared in zip(batch[:2], batch.compared, strict=True):
+        number = min((0, 1), key=lambda i: (255 * seen[0] - prepared[i].image).abs().max())  # type: ignore[index]
+        known = prepared[number].labels == 7
+        assert torch.equal(compared[0] > 0.14, known)
+        assert compared[0, :, :3, :3, :3].max() == 0
+    plain = TrainingPairs(balls(2, "CT", "CT")[0], prepared, batch=1, device=CPU)
+    assert plain(torch.Generator()).moving_target is None
+
+
+def test_modalities_without_shared_labels_are_refused() -> None:
+    cohort, prepared = balls(3, "CT", "MR", "MR")
+    bare = [replace(prepared[0], labels=None), *prepared[1:]]
+    draw = TrainingPairs(cohort, bare, batch=30, device=CPU, augmentation=Augmentation(affine=0))
+    images = torch.cat(draw(torch.Generator().manual_seed(0))[:2])
+    assert (images - bare[0].image / 255).abs().amax((1, 2, 3, 4)).min() > 0.01  # the CT is in no pair
+    listed = replace(cohort, pairs=(Pair(1, 2), Pair(1, 0)))
+    for wrong in (listed, cohort.part([0, 1])):
+        with pytest.raises(DatasetError, match="are of different modality and share no label; expected label maps"):
+            TrainingPairs(wrong, bare[: len(wrong.cases)], batch=1, device=CPU)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def train(
     data: Annotated[
         Path,
         typer.Argument(
-            help="A CSV file with a column `image` (any two images form a pair; optional: `labels`, `split`), or with "
-            "columns `fixed` and `moving`, one pair per row; or a folder of images."
+            help="A CSV file with a column `image` (any two images form a pair; optional: `labels`, `modality`, "
+            "`split`), or with columns `fixed` and `moving`, one pair per row; or a folder of images."
         ),
     ],
     out: Annotated[Path, "Folder for the run. An interrupted run in it is resumed.", "-o"],

@@ -1,8 +1,9 @@
 """Tables of pairs, and of single images, in CSV files.
 
 A table of pairs has the columns `fixed` and `moving`, and any other of `COLUMNS`. A table of images, for training, has
-the column `image`, and optionally `labels` and `split`. Cells are separated by commas, semicolons or tabs. Paths are
-relative to the table's folder; `transform` and `inverse` may name several files, joined by ";" in ANTs' order.
+the column `image`, and optionally `labels`, `modality` and `split`. Cells are separated by commas, semicolons or tabs.
+Paths are relative to the table's folder; `transform` and `inverse` may name several files, in ANTs' order, joined by
+";".
 """
 
 import csv
@@ -43,6 +44,8 @@ class Pair:
     initial_transform: Path | None = None
     transform: tuple[Path, ...] = ()
     inverse: tuple[Path, ...] = ()
+    fixed_modality: str = ""  # for training
+    moving_modality: str = ""
     split: str = ""  # one of `SPLITS`, or empty if the table has no such column
 
     def files(self) -> dict[str, Any]:
@@ -56,6 +59,7 @@ class Scan:
 
     image: Path
     labels: Path | None = None
+    modality: str = ""
     split: str = ""
 
     def files(self) -> dict[str, Path | None]:
@@ -63,8 +67,8 @@ class Scan:
 
 
 COLUMNS, IMAGE_COLUMNS = (tuple(field.name for field in fields(row)) for row in (Pair, Scan))
-RESULTS = ("transform", "inverse")
-FILES = tuple(column for column in COLUMNS if column not in ("name", *RESULTS, "split"))
+RESULTS, MODALITIES = ("transform", "inverse"), ("fixed_modality", "moving_modality")
+FILES = tuple(column for column in COLUMNS if column not in ("name", *RESULTS, *MODALITIES, "split"))
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,12 @@ class _Row:
         return {**paths, "split": split}
 
     def scan(self) -> Scan:
-        return Scan(**self.values(("image", "labels"), required=("image",)))
+        values = self.values(("image", "labels"), required=("image",))
+        return Scan(**values, modality=self.cells.get("modality", ""))
 
     def pair(self) -> Pair:
         """The row as a pair, by default named MOVING_to_FIXED."""
-        values = self.values(FILES, required=SIDES)
+        values = self.values(FILES, required=SIDES) | {name: self.cells.get(name, "") for name in MODALITIES}
         for name in RESULTS:
             parts = map(str.strip, self.cells.get(name, "").split(";"))
             values[name] = tuple(self.table.parent / part for part in parts if part)

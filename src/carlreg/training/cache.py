@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -173,6 +173,8 @@ def _make(case: Case, recipe: _Recipe) -> tuple[dict[str, Tensor], dict[str, str
             f"{original.name} is {original.dim}-D but the others are {len(grid)}-D; expected one dimension"
         )
     image = orientation.to_closest_ras(original)
+    if case.image == case.labels:  # a label map alone: its foreground in place of an image
+        image = replace(image, data=(_as_tensor(images.as_labels(image))[0, 0] != 0).byte().numpy())
     intensities, done = preparation.preprocess(image, ct_range=recipe.ct_range)
     frame = _frame(image, (intensities > FOREGROUND)[0, 0], recipe)
     on_grid = resizing.resize(intensities, grid) if frame is None else frame.resample(intensities)

@@ -1,8 +1,9 @@
 """The images to train on and to validate with, from a CSV file or a folder.
 
 A CSV file has a column `image`, and any two of its images form a pair; or columns `fixed` and `moving`, one pair per
-row. Paths are relative to the file. Optional columns are `labels`, or `fixed_seg` and `moving_seg`; `fixed_landmarks`
-and `moving_landmarks`; and `split`, which is `train`, `val` or `test`.
+row. Paths are relative to the file. Optional columns are `labels`, or `fixed_seg` and `moving_seg`; `modality`, or
+`fixed_modality` and `moving_modality`; `fixed_landmarks` and `moving_landmarks`; and `split`, which is `train`, `val`
+or `test`.
 
 A folder contains images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.gz`; or two such folders `train` and
 `val`.
@@ -10,6 +11,7 @@ A folder contains images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.g
 
 from __future__ import annotations
 
+import glob
 import itertools
 import logging
 import random
@@ -20,12 +22,12 @@ from pathlib import Path
 from carlreg.errors import InputError
 from carlreg.files import tables
 from carlreg.files.atomic import PathLike
-from carlreg.files.tables import IMAGE_COLUMNS, SPLITS, read_table, require_files
+from carlreg.files.tables import IMAGE_COLUMNS, SIDES, SPLITS, read_table, require_files
 
 VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
 ENDINGS = (*VOLUMES, ".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp")
 LABELS = "_labels"
-PAIR_COLUMNS = {"name", "fixed", "moving", "fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks", "split"}
+PAIR_COLUMNS = {"name", "split"} | {f"{side}{end}" for side in SIDES for end in ("", "_seg", "_landmarks", "_modality")}
 FRACTION = 0.1
 """Share of the images for validation, by default."""
 ENOUGH = 6
@@ -40,10 +42,12 @@ class DatasetError(InputError):
 
 @dataclass(frozen=True)
 class Case:
-    """One image, and optionally a label map on its grid."""
+    """One image, and optionally a label map on its grid. A label map alone is both."""
 
     image: Path
     labels: Path | None = None
+    modality: str = ""
+    """Images of different modality are compared by the labels that they share."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Cohort:
         if pairs is None:
             pairs = tuple(Pair(a, b) for a, b in itertools.permutations(range(len(self.cases)), 2))
         return list(pairs) if len(pairs) <= most else random.Random(0).sample(pairs, most)
+
+    def differ(self, first: int, second: int) -> bool:
+        """Whether two cases are of different modality."""
+        return self.cases[first].modality != self.cases[second].modality
 
     def part(self, indices: Sequence[int]) -> Cohort:
         """A cohort of some of the pairs and the cases that occur in them or, if any two form a pair, of these cases."""
@@ -180,6 +188,22 @@ def _images_of(folder: Path) -> Cohort:
     return Cohort(tuple(Case(path, labels.get(stem)) for path, stem in images.items()))
 
 
+def read_label_maps(source: str) -> tuple[Case, ...]:
+    """The label maps of a folder (those called `NAME_labels`, or all files if there are none), or of a pattern.
+
+    >>> maps = read_label_maps("maps/*_labels.nii.gz")
+    """
+    folder = Path(source)
+    paths = sorted(folder.iterdir() if folder.is_dir() else map(Path, glob.glob(source, recursive=True)))
+    paths = [path for path in paths if path.is_file() and _stem(path)]
+    named = [path for path in paths if _stem(path).endswith(LABELS)]
+    found = named if folder.is_dir() and named else paths
+    if len(found) < 2:
+        count = f"only one label map ({found[0]})" if found else "no label map"
+        raise DatasetError(f"{source} has {count}; expected a folder or a quoted pattern with at least two, as a pair")
+    return tuple(Case(path, path) for path in found)
+
+
 def _stem(path: Path) -> str:
     """The name of an image file without its ending; empty for other files."""
     ending = next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
@@ -191,9 +215,10 @@ def _cohort(rows: Sequence[tables.Scan | tables.Pair], path: Path) -> Cohort:
     pairs = []
     for row in rows:
         if isinstance(row, tables.Scan):
-            numbers[Case(row.image, row.labels)] = len(numbers)
+            numbers[Case(row.image, row.labels, row.modality)] = len(numbers)
             continue
-        moving, fixed = Case(row.moving, row.moving_seg), Case(row.fixed, row.fixed_seg)
+        moving = Case(row.moving, row.moving_seg, row.moving_modality)
+        fixed = Case(row.fixed, row.fixed_seg, row.fixed_modality)
         if (row.moving_landmarks is None) != (row.fixed_landmarks is None):
             raise InputError(
                 f"{path} has landmarks for one image only of the pair {fixed.image}, {moving.image}; "

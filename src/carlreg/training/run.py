@@ -28,8 +28,8 @@ from carlreg.training.distributed import Team, check_batch, launch, ranks
 from carlreg.training.logging import Board, picture, plot_curves, wants_board
 from carlreg.training.loop import Progress, train
 from carlreg.training.monitor import Monitor
-from carlreg.training.pairs import Augmentation, TrainingPairs
-from carlreg.training.settings import Execution, Settings
+from carlreg.training.pairs import Augmentation, TrainingPairs, check_modalities
+from carlreg.training.settings import SHARES, Execution, Settings
 from carlreg.training.start import Start
 from carlreg.training.validation import Validation, is_higher_better
 
@@ -87,6 +87,7 @@ class _Plan:
     validation: Cohort | None
     prepared: Sequence[cache.Prepared]
     """First the cases for training, then those for validation."""
+    maps: Sequence[cache.Prepared]
 
     @classmethod
     def make(
@@ -94,17 +95,20 @@ class _Plan:
     ) -> _Plan:
         start = Start.of(settings)
         training, validation = cohort.read(source, val=val, fraction=settings.validation_fraction)
-        if settings.label_weight and sum(case.labels is not None for case in training.cases) < 2:
+        maps = () if settings.label_maps is None else cohort.read_label_maps(settings.label_maps)
+        if settings.label_weight and not maps and sum(case.labels is not None for case in training.cases) < 2:
             raise DatasetError(
                 f"label_weight is {settings.label_weight:g}, but fewer than two of the training images in {source} "
                 "have labels; add label maps, or use a weight of 0"
             )
-        cases = [*training.cases, *(validation.cases if validation is not None else ())]
-        network = start.network(settings, cache.dimension(cases))
-        grid = cache.choose_grid(cases, start.grid)
+        images = [*training.cases, *(validation.cases if validation is not None else ())]
+        cases, count = [*images, *maps], len(images)
+        network = start.network(settings, cache.dimension(images))
+        grid = cache.choose_grid(images, start.grid)
         tell = functools.partial(monitor.preparing, total=len(cases))
         prepared = cache.prepare(cases, grid, folder, tell, ct_range=start.ct_range, voxel=start.voxel)
-        return cls(source, settings, start, network, grid, training, validation, prepared)
+        check_modalities(training, prepared)
+        return cls(source, settings, start, network, grid, training, validation, prepared[:count], prepared[count:])
 
     @property
     def parameters(self) -> int:
@@ -122,7 +126,7 @@ class _Plan:
             "ct_range": self.start.ct_range,
             "voxel": self.start.voxel,
             "start": self.start.checksum,
-            "data": {"source": os.fspath(self.source), **counts, "digest": cache.digest(self.prepared)},
+            "data": {"source": os.fspath(self.source), **counts, "digest": cache.digest([*self.prepared, *self.maps])},
             "parameters": self.parameters,
             "versions": versions,
         }
@@ -133,6 +137,7 @@ class _Plan:
         counts = [f"{len(self.training.cases)} images for training"]
         if self.validation is not None:
             counts.append(f"{len(self.validation.cases)} for validation")
+        counts += [f"{len(self.maps)} label maps"] * bool(self.maps)
         voxel, licence = self.start.voxel, self.start.metadata.get("licence")
         return {
             "name": name,
@@ -166,8 +171,16 @@ class _Session:
             plan.prepared[:count],
             batch=settings.batch,
             device=device,
-            augmentation=Augmentation(settings.affine_noise, settings.flips, settings.permutations),
-            labelled=settings.label_weight > 0,
+            augmentation=Augmentation(
+                settings.affine_noise,
+                settings.flips,
+                settings.permutations,
+                settings.mirror,
+                **{name: getattr(settings, name) for name in SHARES},
+            ),
+            labelled=settings.overlap_weight > 0,
+            maps=plan.maps,
+            map_share=settings.label_map_share,
         )
         self.validation = None
         if plan.validation is not None and team.leads:
@@ -186,6 +199,7 @@ class _Session:
         training, voxel = len(plan.training.cases), plan.start.voxel
         self.monitor.report(
             f"{training} images for training, {len(plan.prepared) - training} for validation, "
+            f"{f'{len(plan.maps)} label maps, ' if plan.maps else ''}"
             f"grid {' × '.join(map(str, plan.grid))}{f' with voxels of {voxel:g} mm' if voxel else ''}, "
             f"{plan.parameters / 1e6:.2f} M parameters, on {self.device}"
             + (f" × {self.team.size}" if self.team.size > 1 else "")

@@ -20,6 +20,7 @@ PrecisionName = Literal["auto", "float32", "bfloat16"]
 NETWORKS = ("carl", "carl_rot", "gradicon", "xi")
 NETWORK, SCHEDULE, AUGMENTATION = "Network", "Schedule", "Augmentation"
 VALIDATION, EXECUTION = "Validation", "Execution"
+SHARES = ("contrast", "deform", "margins", "crop", "thick_slices")
 MAY_CHANGE = ("validate_every", "save_every", "log_every")
 """Settings that may change when a run is resumed."""
 
@@ -70,13 +71,41 @@ class Settings:
     regularity: Annotated[float, "Weight λ of the regulariser.", SCHEDULE] = 1.5
     similarity: Annotated[SimilarityName, "Similarity measure in the loss.", SCHEDULE] = "lncc"
     label_weight: Annotated[
-        float, "Weight of label overlap (1 − Dice) in the loss. The paper trains without labels.", SCHEDULE
-    ] = 0.0
+        float | None,
+        "Weight of label overlap (1 − Dice) in the loss. By default 1 with --label-maps, otherwise 0: the paper trains "
+        "without labels.",
+        SCHEDULE,
+    ] = None
     freeze_batch_norm: Annotated[bool, "Keep BatchNorm's statistics fixed, for small batches.", SCHEDULE] = False
     seed: Annotated[int, "Random seed: the same seed gives the same run.", SCHEDULE] = 0
     affine_noise: Annotated[float, "Strength of each image's random affine map; 0 for none.", AUGMENTATION] = 0.05
     flips: Annotated[bool, "Mirror random axes, the same in both images.", AUGMENTATION] = True
     permutations: Annotated[bool, "Permute axes at random, the same in both images.", AUGMENTATION] = False
+    mirror: Annotated[
+        bool, "Mirror left and right at random, the same in both images, and no other axis.", AUGMENTATION
+    ] = False
+    contrast: Annotated[
+        float,
+        "Share of images that the network sees in a random contrast. The loss compares the originals.",
+        AUGMENTATION,
+    ] = 0.0
+    deform: Annotated[float, "Share of images to deform smoothly at random.", AUGMENTATION] = 0.0
+    margins: Annotated[
+        float, "Share of pairs whose scans are placed at random in a larger, empty image.", AUGMENTATION
+    ] = 0.0
+    crop: Annotated[float, "Share of images to crop by slices at either end of the last axis.", AUGMENTATION] = 0.0
+    thick_slices: Annotated[
+        float,
+        "Share of images that the network sees with thick slices along one axis. The loss compares the originals.",
+        AUGMENTATION,
+    ] = 0.0
+    label_maps: Annotated[
+        str | None,
+        "Folder of label maps, or a quoted pattern, to make pairs from: each map is rendered in a random contrast, and "
+        "the loss compares both in the same one.",
+        AUGMENTATION,
+    ] = None
+    label_map_share: Annotated[float, "Share of pairs that are made from --label-maps.", AUGMENTATION] = 0.3
     rotate: Annotated[
         bool | None,
         "Rotate both images by random angles, and rotate the result back before the loss. By default only for "
@@ -102,6 +131,9 @@ class Settings:
         for name in ("steps", "diffusion_steps", "refine_steps", "rate", "final_rate", "regularity", "label_weight"):
             _check_least(name, getattr(self, name), 0)
         _check_least("affine_noise", self.affine_noise, 0)
+        for name in (*SHARES, "label_map_share"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise InputError(f"{name} is {share}; expected a share from 0 to 1")
         if self.handed is not None and (self.model != "carl_rot" or self.handed < 0):
             raise InputError(
                 f"handed is {self.handed} for {self.model}; expected 0 or more, and only for a new carl_rot"
@@ -133,6 +165,11 @@ class Settings:
         except (ValueError, FileNotFoundError):
             return False  # reported when the model is loaded
 
+    @property
+    def overlap_weight(self) -> float:
+        """The weight of label overlap in the loss."""
+        return float(self.label_maps is not None) if self.label_weight is None else self.label_weight
+
     def stages(self) -> list[Stage]:
         """The stages of the run, without those of 0 steps."""
         rotate = self.is_rotation_equivariant if self.rotate is None else self.rotate
@@ -143,7 +180,7 @@ class Settings:
         common: dict[str, Any] = {
             "learning_rate": self.rate,
             "similarity": self.similarity,
-            "label_weight": self.label_weight,
+            "label_weight": self.overlap_weight,
             "rotate": rotate,
         }
         later = {**common, "weight": self.regularity, "final_learning_rate": self.final_rate}
