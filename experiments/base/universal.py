@@ -38,9 +38,9 @@ from carlreg.geometry.jacobian import folding
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
-from carlreg.synthesis.waves import Waves
 from carlreg.training.batches import Batch
 from carlreg.training.loop import Progress, train
+from carlreg.training.pairs import LEAST_KEPT, ROOM, about_centre, deformations, framed
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
@@ -64,10 +64,6 @@ WITHIN = ("cardiac", "lung")
 """The sets whose pairs show the same patient twice, in the same position."""
 BENT, BENT_WITHIN, BENT_TOGETHER = 0.6, 0.3, 0.8
 """Largest slopes of the random deformations: of each image, of each image of the same patient, and of both alike."""
-WAVELENGTHS = (0.25, 1.2)
-"""Of the random deformations, in sides of the image."""
-MOST_ROOM = 0.8
-"""Largest empty space around a scan, as a fraction of its side."""
 STRUCTURES = 14
 """Number of labels in the loss."""
 SHARED = (1, 2, 3, 6)
@@ -447,14 +443,10 @@ class Mixture:
         """Where each image samples its scan, (B, *shape, 3): a deformation shared by the pair, the image's affine map,
         and a deformation of its own."""
 
-        def waves(slopes: list[float]) -> Waves:
-            slope = torch.tensor(slopes)
-            return Waves.random(len(slopes), 3, wavelength=WAVELENGTHS, slope=slope, generator=own, count=8)
-
         grid = voxel_points(volumes).expand(len(pairs), *(-1,) * 4)
-        points = waves([pair.slope for pair in pairs])(grid).repeat(2, 1, 1, 1, 1)
+        points = deformations(torch.tensor([pair.slope for pair in pairs]), 3, own)(grid).repeat(2, 1, 1, 1, 1)
         points = Affine(torch.stack([view.matrix for view in views]).to(self.device))(points)
-        return waves([view.slope for view in views])(points)
+        return deformations(torch.tensor([view.slope for view in views]), 3, own)(points)
 
     @staticmethod
     def _tone(view: View) -> tuple[float, float, float]:
@@ -519,7 +511,7 @@ class Mixture:
         if chance(0.5):
             keys = keys[::-1]
         mirror = chance(0.5)
-        room = 1 + MOST_ROOM * uniform(0, 1) if chance(self.room) else 1.0
+        room = 1 + ROOM * uniform(0, 1) if chance(self.room) else 1.0
         common = self._noise(generator, keys[0], room, 1.0)
         if kind == "cardiac":  # hearts are small in the image and lie at any angle
             angle, zoom = 0.35 * float(torch.randn((), generator=generator)), uniform(0.55, 1.1)
@@ -568,16 +560,10 @@ class Mixture:
         linear = torch.eye(3) + 0.05 * amount * torch.randn(3, 3, generator=generator)
         linear += torch.diag(0.06 * amount * torch.randn(3, generator=generator))
         shift = self.shift * amount * torch.randn(3, generator=generator)
-        centre = torch.full((3,), 0.5)
+        scale = torch.full((1, 3), room)
         if key.split("/")[0] in CROPPED and room == 1 and self._chance(self.cropped, generator):
-            kept, where = torch.rand(2, generator=generator)
-            kept = 0.55 + 0.45 * kept
-            linear[:, 2] *= kept
-            shift[2] += (1 - kept) * (where - 0.5)
-        if room > 1:
-            linear *= room
-            shift += (room - 1) * (torch.rand(3, generator=generator) - 0.5)
-        return torch.cat([linear, (centre - linear @ centre + shift)[:, None]], dim=1)
+            scale[0, 2] = LEAST_KEPT + (1 - LEAST_KEPT) * float(torch.rand((), generator=generator))
+        return about_centre(*framed(linear[None], shift[None], scale, generator)).matrix[0]
 
     # ---- scores ----
 
