@@ -156,6 +156,7 @@ class _Forked:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.wait()  # as Popen does: a child that is being killed may still hold its file open
         for end in (self.stdin, self.stdout, self.status):
             with suppress(BrokenPipeError):
                 end.close()
