@@ -7,11 +7,15 @@ import io
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from conftest import SMALL
 
+from carlreg import gradicon, register
 from carlreg.files import images, nifti, transform_files
 from carlreg.files.compression import in_threads, write_gzip
 from carlreg.files.images import Image, from_array, map_points
@@ -106,6 +110,27 @@ def test_rounded_transforms_are_read_by_itk_to_that_distance(tmp_path: Path, wit
     assert isinstance(same, WorldTransform)
     assert np.array_equal(same.displacement, transform.displacement)
     assert (tmp_path / "small.h5").stat().st_size < 0.6 * (tmp_path / "full.h5").stat().st_size
+
+
+def test_each_input_is_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a registration does with its files, their voxels are unpacked one time."""
+    torch.manual_seed(0)
+    network = gradicon(3, 2, **SMALL)
+    names = {name: tmp_path / f"{name}.nii.gz" for name in ("fixed", "moving", "fixed_seg", "moving_seg")}
+    for name, path in names.items():
+        images.write(from_array((RNG.random((30, 28, 26)) * (3 if "seg" in name else 999)).astype(np.int16)), path)
+    unpacked = 0
+
+    class Counting(gzip.GzipFile):
+        def readinto(self, buffer: Any) -> int:
+            nonlocal unpacked
+            count = super().readinto(buffer)
+            unpacked += count
+            return count
+
+    monkeypatch.setattr(gzip, "GzipFile", Counting)
+    register(**names, model=network, io_iterations=0, device="cpu").save(tmp_path / "out")
+    assert unpacked == len(names) * 30 * 28 * 26 * 2
 
 
 def test_what_a_folder_holds_by_default_and_on_request(tmp_path: Path) -> None:
