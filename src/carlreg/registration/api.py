@@ -10,8 +10,8 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,7 @@ from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.losses import Loss, Similarity
 from carlreg.preparation import PreparedPair
 from carlreg.registration.case import Case, score
-from carlreg.registration.options import (
-    FitSource,
-    Optimize,
-    PairInputs,
-    RegisterOptions,
-    SimilarityChoice,
-    TransformKind,
-)
+from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, TransformKind
 from carlreg.registration.progress import Progress
 from carlreg.registration.record import describe_inputs, describe_options, describe_rotation, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
@@ -45,7 +38,6 @@ from carlreg.registration.solve import solve
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
-Choice = TypeVar("Choice", bound=str)
 Model = str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel
 SEARCH_SIDE, SEARCH_MM = 96, 2.0
 """The grid on which `model="auto"` searches for a rotation, and its usual voxel size."""
@@ -114,40 +106,14 @@ def register(
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")
     """
-    inputs = PairInputs(
-        fixed=fixed,
-        moving=moving,
-        fixed_mask=fixed_mask,
-        moving_mask=moving_mask,
-        fixed_seg=fixed_seg,
-        moving_seg=moving_seg,
-        fixed_landmarks=fixed_landmarks,
-        moving_landmarks=moving_landmarks,
-        initial_transform=initial_transform,
-    )
-    options = RegisterOptions(
-        transform=transform,
-        io_iterations=io_iterations,
-        io_sim=cast(SimilarityChoice, io_sim),
-        optimize=_renamed("optimize", optimize, "over", over),
-        regularity=regularity,
-        fit_source=_renamed("fit_source", fit_source, "fit_to", fit_to),
-        allow_identity=allow_identity,
-        certainty=certainty,
-        nan=nan,
-        frame=frame,
-        channel=channel,
-        device=str(device),
-        seed=seed,
-    )
+    given = locals() | {"device": str(device)}
+    for name, older in (("optimize", "over"), ("fit_source", "fit_to")):
+        if given[older] is not None and given[name] not in (given[older], getattr(DEFAULT, name)):
+            raise InputError(f"{name}={given[name]!r} and {older}={given[older]!r} were given; expected {name} alone")
+        given[name] = given[name] if given[older] is None else given[older]
+    inputs = PairInputs(**{one.name: given[one.name] for one in fields(PairInputs)})
+    options = RegisterOptions(**{one.name: given[one.name] for one in fields(RegisterOptions)})
     return register_pair(inputs, model, options, callback=callback, progress=progress)
-
-
-def _renamed(name: str, value: Choice, old_name: str, old_value: Choice | None) -> Choice:
-    """The value of an argument that may also be given by its older name."""
-    if old_value is not None and value not in (old_value, getattr(DEFAULT, name)):
-        raise InputError(f"{name}={value!r} and {old_name}={old_value!r} were given; expected {name} alone")
-    return value if old_value is None else old_value
 
 
 def register_pair(
@@ -178,10 +144,7 @@ def register_pair(
     inverse, metrics = _invert(world, case)
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
-    spread = None
-    if options.certainty:
-        work.begin("certainty")
-        spread = _spread(loaded.network, pair)
+    spread = _spread(loaded.network, pair, work) if options.certainty else None
     work.begin("scores")
     labels = None if case.moving_seg is None else world_transform.apply(world, case.moving_seg, case.fixed, "nearest")
     scores, dice = score(case, start, world)
@@ -230,16 +193,13 @@ def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str
     inverse, residual = world_transform.invert(world, case.moving)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
-    return inverse, {
-        "inverse_consistency_mm": mean,
-        "folds_percent": folds,
-        "inverse_error_mm": mean,
-        "inverse_error_max_mm": largest,
-    }
+    errors = {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
+    return inverse, errors | {"folds_percent": folds}
 
 
-def _spread(network: RegistrationAlgorithm, pair: PreparedPair) -> Image | None:
+def _spread(network: RegistrationAlgorithm, pair: PreparedPair, work: Progress) -> Image | None:
     """The spread of the network's attention; None for a network without coordinate attention."""
+    work.begin("certainty")
     if not any(isinstance(module, CoordinateAttention) for module in network.modules()):
         return None
     fixed, moving = pair

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,23 +88,21 @@ class Registration:
         result = ResultFolder(Path(folder))
         within = 0.0 if full_precision else WITHIN * min(1, *self.fixed.spacing, *self.moving.spacing)
 
-        def write_extra(path: Path, text: str | Callable[[], str]) -> None:
+        def write_text(text: str | Callable[[], str], path: Path) -> None:
             write_atomically(path, (text() if callable(text) else text).encode())
 
+        pictures = {WARPED: self.warped, WARPED_LABELS: self.labels}
+        if is_picture(self.moving.name) and self.warped.dim == 2:
+            pictures[f"warped{Path(self.moving.name).suffix.lower()}"] = self.warped
         with result.replaced(overwrite=overwrite) as staged, ThreadPoolExecutor() as pool:
             work = [
-                pool.submit(images.write, self.warped, staged[WARPED]),
+                *(pool.submit(images.write, one, staged[name]) for name, one in pictures.items() if one is not None),
                 pool.submit(transform_files.write, self.transform, staged[TRANSFORM], within=within),
                 pool.submit(transform_files.write, self.inverse, staged[INVERSE], within=within),
-                *(pool.submit(write_extra, staged[name], text) for name, text in (extra or {}).items()),
+                *(pool.submit(write_text, text, staged[name]) for name, text in (extra or {}).items()),
             ]
             if ants_warp:
                 work.append(pool.submit(transform_files.write_warp, self.transform, self.fixed, staged[WARP]))
-            if self.labels is not None:
-                work.append(pool.submit(images.write, self.labels, staged[WARPED_LABELS]))
-            if is_picture(self.moving.name) and self.warped.dim == 2:
-                picture = f"warped{Path(self.moving.name).suffix.lower()}"
-                work.append(pool.submit(images.write, self.warped, staged[picture]))
             for one in work:
                 one.result()
             memory = peak_memory(self.record.device or "cpu")  # writing may take more than registering
@@ -126,11 +125,9 @@ def make_request(model: LoadedModel, options: RegisterOptions, checksums: Mappin
 def peak_memory(device: str) -> dict[str, float]:
     """The most memory that this process has ever held, and the most tensors on its GPU, in GiB."""
     peak = {}
-    try:
+    with suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        pass
-    else:
+
         unit = 1 if sys.platform == "darwin" else 1024
         peak["process"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
     if device.startswith("cuda"):
