@@ -104,7 +104,8 @@ def register(
     model: Annotated[
         str,
         "A model from `carl models list`, or a model file. auto: the default model, after a search for a rotation "
-        "between the scans, which is undone first.",
+        "between the scans, which is undone first. none: no network; fields are optimised from an affine map, which is "
+        "searched for.",
     ] = "default",
     options: RegisterOptions,
     threads: Threads = None,
@@ -158,7 +159,7 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     record, target = result.record, next(iter(outputs.files().values()))
     if record.io_iterations and record.io_sim_reason:
         message(f"optimised {record.io_sim}: {record.io_sim_reason}")
-    turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look["turned_back"] else ""
+    turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look.get("turned_back") else ""
     message(f"{target}: {turned}{_summary(record.metrics)}{record.seconds['total']:.0f} s")
     return record
 

@@ -59,7 +59,7 @@ class Request:
     """Everything that decides a result. Equal requests have equal results, up to rounding on another device."""
 
     model: str | None
-    """Checksum of the model file; None for a model in memory, which equals no other."""
+    """Checksum of the model file, or "none" without one; None for a model in memory, which equals no other."""
     options: Mapping[str, Any]
     """Those of `RegisterOptions` that change the result, as JSON values."""
     inputs: Mapping[str, str | None]
@@ -88,7 +88,7 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     look: Mapping[str, Any] | None = None
-    """What the search for a rotation found, if there was one."""
+    """What the search for a rotation or an affine map found, if there was one."""
     device: str | None = None
     transform: str | None = None
     fit_to: str | None = None

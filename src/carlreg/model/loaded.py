@@ -15,13 +15,15 @@ from carlreg.errors import InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
+from carlreg.geometry.transforms import Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm, TwoStep
 from carlreg.model.files import load, read_metadata
 from carlreg.model.shipped import DEFAULT, DEFAULT_2D, SHORT, WEIGHTS, available
 
 LARGEST_SIDE, MOST_PASSES = 1024, 10
 CT_RANGE = (-1000.0, 1000.0)  # air and dense bone, in Hounsfield units
-AUTO = "auto"  # the default model, after a search for a rotation
+SOFT_TISSUE = (-125.0, 275.0)
+AUTO, NONE = "auto", "none"  # the default model, after a search for a rotation; an affine search instead of a model
 Prepare = Callable[[Image, Image | None], tuple[Tensor, str]]
 """From an image and its mask, if any, to the tensor (1, 1, *grid) that a network sees, and a note for the report. The
 tensor spans the whole image, in the axis order closest to RAS."""
@@ -39,6 +41,7 @@ class LoadedModel:
     ct_range: tuple[float, float] = CT_RANGE  # Hounsfield units that become 0 and 1
     voxel: float | None = None  # side in mm of the cubic voxels it was trained with, if images are not to be stretched
     searches_rotation: bool = False  # whether to search for a rotation between the images first
+    searches_affine: bool = False  # there is no network: instead, search for an affine map between the images
     keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
     prepare: Prepare | None = None  # instead of as described above, such as the paper prepares one of its datasets
     is_default: bool = False  # no model was chosen, so that the dimension of the images may choose another one
@@ -51,10 +54,18 @@ class LoadedModel:
         return replace(loaded, searches_rotation=self.searches_rotation, prepare=self.prepare)
 
 
+class NoNetwork(RegistrationAlgorithm):
+    """The identity, in the place of a network where there is none."""
+
+    def transform(self, moving: Tensor, fixed: Tensor) -> Transform:
+        return Identity()
+
+
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The file of a model of the package, by name, or a model file itself."""
-    if model == AUTO:
-        raise InputError(f"{AUTO!r} is {DEFAULT} after a rotation search, not a model of its own; expected {DEFAULT}")
+    if model in (AUTO, NONE):
+        what = f"{DEFAULT} after a rotation search" if model == AUTO else "an affine search"
+        raise InputError(f"{model!r} is {what}, not a model of its own; expected {DEFAULT}")
     name = os.fspath(model)
     stem = SHORT.get(name, name)
     path = WEIGHTS / f"{stem}.safetensors" if stem in available() else Path(stem)
@@ -75,6 +86,8 @@ def load_model(
         return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
     if model in (AUTO, "default"):
         return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True)
+    if model == NONE:
+        return LoadedModel(NoNetwork().eval(), None, {"name": NONE}, SOFT_TISSUE, searches_affine=True)
     path = find_model(model)
     about = read_metadata(path)
     network = once = load(path, device=device)

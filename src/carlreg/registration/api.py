@@ -31,10 +31,10 @@ from carlreg.preparation import PreparedPair
 from carlreg.registration.case import Case, score
 from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, TransformKind
 from carlreg.registration.progress import Progress
-from carlreg.registration.record import describe_inputs, describe_options, describe_rotation, metric_warnings
+from carlreg.registration.record import describe_inputs, describe_options, describe_search, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.solve import solve
+from carlreg.registration.solve import check_without_network, solve
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
@@ -76,7 +76,8 @@ def register(
     """Register two images: paths, SimpleITK or nibabel images, `carlreg.files.images.Image`, or arrays.
 
     `model` is the name of a shipped model, the path of a model file, or a model in memory. "auto" first searches for a
-    rotation between the images; if there is one, carl-base sees the moving image rotated back.
+    rotation between the images; if there is one, carl-base sees the moving image rotated back. "none" uses no network:
+    the fields are optimised from an affine map, which is searched for.
 
     `io_iterations` steps of instance optimisation follow the network's result. They change the displacement fields, on
     the scans' own voxels (20 steps by default, and more on coarser grids), or with `optimize="weights"` the network's
@@ -127,8 +128,10 @@ def register_pair(
     """`register`, with its arguments in two values."""
     device, work = choose_device(options.device), Progress(progress)
     work.begin("reading")
+    loaded = load_model(model, device)
+    check_without_network(loaded, options)
     case = Case.read(inputs, options)
-    loaded = load_model(model, device).for_dimension(case.fixed.dim)
+    loaded = loaded.for_dimension(case.fixed.dim)
     start: PointMap = (lambda points: points) if case.initial is None else case.initial
     rotation = None
     if loaded.searches_rotation:
@@ -137,7 +140,7 @@ def register_pair(
     pair = case.prepare(loaded, device)
     work.warn(*case.warnings(), *pair.warnings)
 
-    solution = solve(loaded.network, pair, options, case.fixed, work, callback)
+    solution = solve(loaded, pair, options, case.fixed, work, callback)
     world = solution.transform
     if case.initial is not None:
         world = world_transform.compose(case.initial, world, case.fixed)
@@ -153,7 +156,7 @@ def register_pair(
     records = describe_inputs(inputs, case, pair)
     record = Report(
         model=loaded.provenance,
-        look=None if rotation is None else describe_rotation(rotation),
+        look=describe_search(rotation or solution.search),
         device=str(device),
         **describe_options(options, solution),
         grid=list(pair.fixed.tensor.shape[2:]),

@@ -14,6 +14,7 @@ from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
 from carlreg.files.results import InputRecord
 from carlreg.preparation import Prepared, PreparedPair
+from carlreg.registration.affine_search import AffineMatch
 from carlreg.registration.case import Case
 from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.rotation_search import RigidMatch
@@ -62,8 +63,12 @@ def describe_options(options: RegisterOptions, solution: Solution) -> dict[str, 
     }
 
 
-def describe_rotation(match: RigidMatch) -> dict[str, Any]:
-    """The result of the rotation search."""
+def describe_search(match: RigidMatch | AffineMatch | None) -> dict[str, Any] | None:
+    """The result of the search for a rotation or an affine map."""
+    if match is None:
+        return None
+    if isinstance(match, AffineMatch):
+        return {"start": match.start, "likeness": round(match.similarity, 4)}
     return {
         "degrees": round(match.degrees, 1),
         "likeness": round(match.correlation, 4),

@@ -22,7 +22,7 @@ from carlreg.files.choice import is_picture
 from carlreg.files.images import Image
 from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, WITHIN, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
-from carlreg.model.loaded import LoadedModel
+from carlreg.model.loaded import NONE, LoadedModel
 from carlreg.registration.options import RegisterOptions
 
 
@@ -119,7 +119,7 @@ def make_request(model: LoadedModel, options: RegisterOptions, checksums: Mappin
     """A registration of inputs with these checksums. The device changes its result by no more than rounding."""
     asked = options.as_json() | {"search_rotation": model.searches_rotation}
     del asked["device"]
-    return Request(model.provenance.get("sha256"), asked, checksums)
+    return Request(NONE if model.searches_affine else model.provenance.get("sha256"), asked, checksums)
 
 
 def peak_memory(device: str) -> dict[str, float]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from carlreg.errors import NotFiniteError
+from carlreg.errors import InputError, NotFiniteError
 from carlreg.fast.devices import available_memory
 from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
 from carlreg.files.images import Image
 from carlreg.files.world_transform import WorldTransform
-from carlreg.geometry.transforms import Identity, Transform
+from carlreg.geometry.transforms import Affine, Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.loaded import LoadedModel
 from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
 from carlreg.objective.metrics import inverse_consistency
 from carlreg.preparation import PreparedPair
+from carlreg.registration.affine_search import AffineMatch, Scan, search_affine
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
@@ -66,10 +68,18 @@ class Solution:
     optimization: Optimization | None = None
     io_sim: str | None = None
     io_sim_reason: str | None = None
+    search: AffineMatch | None = None
+
+
+def check_without_network(model: LoadedModel, options: RegisterOptions) -> None:
+    """Refuse options that need a network if there is none."""
+    for name, value, other in (("optimize", "weights", "fields"), ("fit_source", "attention", "network")):
+        if model.searches_affine and getattr(options, name) == value:
+            raise InputError(f"{name}={value!r} needs a network, but the model is 'none'; expected {other!r}")
 
 
 def solve(
-    network: RegistrationAlgorithm,
+    model: LoadedModel,
     pair: PreparedPair,
     options: RegisterOptions,
     grid: Image,
@@ -77,18 +87,24 @@ def solve(
     callback: Callable[[int, Loss], None] | None = None,
 ) -> Solution:
     """Run the network, optimise its result, and turn it into a map of the world, sampled on the voxels of `grid`."""
-    kind, steps = options.transform, options.io_iterations
+    network, kind, steps = model.network, options.transform, options.io_iterations
     if kind != "deformable" and options.fit_source == "attention":
         progress.begin("network", "coordinate attention")
         fitted = fit_to_attention(network, pair, kind)
         progress.begin("world_space")
         return Solution(fitted)
-    progress.begin("network")
-    maps = _both(network, pair)
+    search = None
+    if model.searches_affine:
+        progress.begin("look", "searching for an affine map")
+        search = _search(pair, rigid=kind == "rigid")
+        maps: Maps = search.transform, search.transform.inverse()
+    else:
+        progress.begin("network")
+        maps = _both(network, pair)
     options, reason = with_similarity(options, maps[0], pair)
-    chosen = {"io_sim": options.similarity_name, "io_sim_reason": reason}
+    chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
     over: Way = "fields" if options.optimize == "auto" else options.optimize
-    if options.allow_identity and (why := _better_unregistered(maps, pair, options)):
+    if search is None and options.allow_identity and (why := _better_unregistered(maps, pair, options)):
         maps, over = (Identity(), Identity()), "fields"
         progress.warn(why)
     optimization = None
@@ -105,6 +121,18 @@ def solve(
     metrics = {"inverse_consistency_mm": _inverse_consistency(forward, backward, pair)}
     world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
     return Solution(world, metrics, optimization, **chosen)
+
+
+def _search(pair: PreparedPair, *, rigid: bool) -> AffineMatch:
+    """The affine or rigid map between two scans that no network knows; the identity between equal ones."""
+    device = pair.fixed.tensor.device
+    fixed, moving = (
+        Scan(one.tensor.cpu() if device.type == "mps" else one.tensor, one.spacing(one.tensor.shape[2:]), one.mask)
+        for one in pair
+    )
+    headers = pair.moving.image.world_to_unit() @ pair.fixed.image.unit_to_world()
+    match = search_affine(moving, fixed, Affine(torch.from_numpy(headers[None, :-1]).float()), rigid=rigid)
+    return replace(match, transform=match.transform.to(pair.fixed.tensor))
 
 
 def _inverse_consistency(forward: Transform, backward: Transform, pair: PreparedPair) -> float:
