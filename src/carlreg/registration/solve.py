@@ -19,7 +19,7 @@ from carlreg.files.images import Image
 from carlreg.files.world_transform import WorldTransform
 from carlreg.geometry.transforms import Affine, Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
-from carlreg.model.loaded import LoadedModel
+from carlreg.model.loaded import LoadedModel, NoNetwork
 from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
@@ -38,6 +38,8 @@ STEPS: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 REGULARITY: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
 SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.1}
 """The fields of small scans are optimised more gently: no coarser grids, a tenth of a voxel at a time."""
+FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0}
+"""Without a network, the deformation that is left is larger: one more coarse grid, and a higher price of folds."""
 FINEST, COARSEST = 192, 96
 """Voxels a side of the grid on which fields are optimised, at most: with local correlation, and with anything else."""
 BYTES = 200
@@ -210,7 +212,7 @@ def _optimize(
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
             return _optimize(network, maps, pair, options, "fields", callback)
         return Optimization(over, steps, objective.weight, None, result)
-    common |= {"similarity": options.io_sim, "weight": objective.weight, **(SMALL if _small(pair) else {})}
+    common |= {"similarity": options.io_sim, "weight": objective.weight, **_field_settings(network, pair)}
     grid, result = _optimize_fields(maps, pair, _field_grids(pair, options), common)
     return Optimization(over, steps, objective.weight, list(grid), result)
 
@@ -233,9 +235,10 @@ def _optimize_fields(
             logger.warning("too little memory to optimise the fields on the scans' own voxels: a coarser grid is used")
 
 
-def _small(pair: PreparedPair) -> bool:
-    """Whether half of the network's grid has as many voxels as each scan."""
-    return all(math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair)
+def _field_settings(network: RegistrationAlgorithm, pair: PreparedPair) -> dict[str, Any]:
+    """Those for scans of which each has no more voxels than half of the network's grid, or where there is none."""
+    small = (math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair)
+    return FAR if isinstance(network, NoNetwork) else SMALL if all(small) else {}
 
 
 def _field_grids(pair: PreparedPair, options: RegisterOptions) -> list[Shape]:
