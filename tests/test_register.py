@@ -271,14 +271,22 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert abs(agreement(scan, folded)) < 0.5
     assert np.isnan(agreement(scan, torch.zeros_like(scan)))
 
-    def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
+    def decide(moving: torch.Tensor, **options: Any) -> tuple[RegisterOptions, str | None]:
         image = from_array(scan[0, 0].numpy())
         pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole") for t in (scan, moving)))
-        found, reason = with_similarity(RegisterOptions(**options), Identity(), pair)
+        return with_similarity(RegisterOptions(**options), Identity(), pair)
+
+    def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
+        found, reason = decide(moving, **options)
         return found.io_sim, reason
+
+    def weight(moving: torch.Tensor, **options: Any) -> float | None:
+        return decide(moving, **options)[0].regularity
 
     assert chosen(scan**2) == ("lncc", "the contrasts agree (agreement 1.00, limit 0.7)")
     assert chosen(1 - scan)[0] == chosen(folded)[0] == "lncc2"
     assert "the contrasts differ (agreement -0." in str(chosen(1 - scan)[1])
     assert chosen(1 - scan, io_sim="mind") == ("mind", None)
+    assert weight(1 - scan) == 3 > weight(1 - scan, regularity=1.0) == 1
+    assert weight(scan**2) is None
     assert chosen(torch.zeros_like(scan)) == ("lncc2", "the images hardly overlap")

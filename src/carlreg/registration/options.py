@@ -67,7 +67,8 @@ class RegisterOptions:
     ] = "auto"
     regularity: Annotated[
         float | None,
-        "Weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields.",
+        "Weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields; "
+        "3 if --io-sim auto finds that the contrasts differ.",
     ] = None
     fit_source: Annotated[
         FitSource, "Fit rigid and affine transforms to the network's dense result, or to its attention alone."

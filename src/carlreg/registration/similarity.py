@@ -1,7 +1,8 @@
 """Which similarity to optimise: decided from the images, once the network has aligned them roughly.
 
 Squared local correlation (lncc2) does not mind inverted contrast. On scans of the same contrast it is as good as local
-correlation (lncc), or nearly so; on others it is far better. So it is taken unless the contrasts clearly agree.
+correlation (lncc), or nearly so; on others it is far better. So it is taken unless the contrasts clearly agree. Where
+they differ, the images are a weaker guide, and the map is kept more regular.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ WINDOW = 2.0
 """Standard deviation in voxels of the windows in which intensities are compared."""
 AGREEMENT = 0.7
 """From this agreement on, two images have the same contrast."""
+REGULARITY = 3.0
+"""Default weight of the regulariser for images of different contrast."""
 
 
 @torch.no_grad()
@@ -42,8 +45,9 @@ def with_similarity(options: RegisterOptions, phi: Transform, pair: PreparedPair
         return options, None
     fixed = pair.fixed.tensor
     found = agreement(interpolate(pair.moving.tensor, phi.on_grid_of(fixed)), fixed)
-    if math.isnan(found):
-        return replace(options, io_sim="lncc2"), "the images hardly overlap"
-    same = found >= AGREEMENT
-    reason = f"the contrasts {'agree' if same else 'differ'} (agreement {found:.2f}, limit {AGREEMENT})"
-    return replace(options, io_sim="lncc" if same else "lncc2"), reason
+    if found >= AGREEMENT:
+        return replace(options, io_sim="lncc"), f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
+    weight = REGULARITY if options.regularity is None else options.regularity
+    reason = f"the contrasts differ (agreement {found:.2f}, limit {AGREEMENT})"
+    reason = "the images hardly overlap" if math.isnan(found) else reason
+    return replace(options, io_sim="lncc2", regularity=weight), reason
