@@ -64,6 +64,19 @@ def number(value: float) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
+# ---- attacks --------------------------------------------------------------------------------------------------------
+
+
+@table
+def torture() -> Iterator[Sequence[str]]:
+    yield "attack", "cases", "broken promises", "code"
+    rows = result("torture/results.json")["rows"]
+    for name, row in rows.items():
+        yield name, f"{row['cases']:,}".replace(",", " "), str(len(row["failures"])), ", ".join(row["commits"])
+    cases, failures = sum(row["cases"] for row in rows.values()), sum(len(row["failures"]) for row in rows.values())
+    yield "all", f"{cases:,}".replace(",", " "), str(failures), ""
+
+
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
