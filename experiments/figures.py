@@ -342,6 +342,24 @@ def encoder_widths() -> Iterator[Sequence[str]]:
         yield str(width), *three(scores[key]["dice"] for key in SETS)
 
 
+# ---- without a network ----------------------------------------------------------------------------------------------
+
+
+@table
+def without_model() -> Iterator[Sequence[str]]:
+    yield "", "pairs", "before", "after", "folds, %", "s"
+    names = {
+        "brain": "brain, 14 subcortical structures",
+        "abdomen": "abdomen CT, 13 organs",
+        "cardiac": "heart, systole fixed, 3 structures",
+    }
+    for name, label in names.items():
+        rows = [row for row in result("without_model/results/val.json")["rows"] if row["set"] == name]
+        scores = three(mean(row[key] for row in rows) for key in ("before", "after"))
+        folds = mean(row["metrics"]["folds_percent"] for row in rows)
+        yield label, str(len(rows)), *scores, f"{folds:.3f}", f"{median(row['command_seconds'] for row in rows):.0f}"
+
+
 # ---- accuracy compared with other programs --------------------------------------------------------------------------
 
 PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
