@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from carlreg.cli import main
-from carlreg.cli._threads import COUNTS, WAITING
+from carlreg.cli._threads import WAITING
+from carlreg.cohort.threads import COUNTS
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 PROBE = """

@@ -1,0 +1,126 @@
+"""The engine of cohorts: every task has one outcome, whatever raises, dies or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_work import Square
+
+from carlreg.cohort.engine import run
+from carlreg.cohort.threads import COUNTS
+from carlreg.cohort.work import Outcome, Workers
+from carlreg.errors import InputError
+
+SOURCE, TESTS = Path(__file__).parents[1] / "src", Path(__file__).parent
+WORKERS = [1, 3]
+
+
+def outcomes(work: Square, tasks: range, count: int) -> dict[int, Outcome[int, tuple[int, int, str | None]]]:
+    found = list(run(work, tasks, Workers(count=count)))
+    assert sorted(one.task for one in found) == list(tasks), "not every task has one outcome"
+    return {one.task: one for one in found}
+
+
+def calls(folder: Path, name: str) -> int:
+    return len(list(folder.glob(f"{name}.*")))
+
+
+@pytest.mark.parametrize("count", WORKERS)
+def test_every_task_is_done_once_by_workers_that_open_once(tmp_path: Path, count: int) -> None:
+    found = outcomes(Square(tmp_path), range(20), count)
+    assert [found[n].result[0] for n in range(20) if found[n].result] == [n * n for n in range(20)]
+    assert all(calls(tmp_path, f"call-{n}") == 1 and found[n].tries == 1 for n in range(20))
+    assert len(list(tmp_path.glob("open-*"))) == count
+    processes = {one.result[1] for one in found.values() if one.result}
+    assert (processes == {os.getpid()}) if count == 1 else (os.getpid() not in processes and len(processes) <= count)
+
+
+@pytest.mark.parametrize("count", WORKERS)
+def test_what_raises_is_tried_once_more_and_bad_input_is_not(tmp_path: Path, count: int) -> None:
+    found = outcomes(Square(tmp_path, raises_once=2, raises_always=3, refuses=5), range(8), count)
+    assert (found[2].tries, found[2].failure) == (2, None)
+    assert found[3].tries == calls(tmp_path, "call-3") == 2
+    assert found[3].failure is not None
+    assert found[3].failure.message == "input/output error"
+    assert found[5].tries == calls(tmp_path, "call-5") == 1
+    assert found[5].failure is not None
+    assert found[5].failure.message == "the file does not exist"
+    assert sum(one.failure is None for one in found.values()) == 6
+
+
+def test_a_worker_that_dies_is_replaced_and_its_task_tried_again(tmp_path: Path) -> None:
+    found = outcomes(Square(tmp_path, kills_once=1, kills_always=4), range(8), 2)
+    assert (found[1].tries, found[1].failure) == (2, None)
+    assert found[4].tries == 2
+    assert found[4].failure is not None
+    assert "its worker died (killed by SIGKILL" in found[4].failure.message
+    assert sum(one.failure is None for one in found.values()) == 7
+    assert len(list(tmp_path.glob("open-*"))) in (4, 5)  # two, and one for each that died but perhaps the last
+
+
+@pytest.mark.parametrize("count", WORKERS)
+def test_an_error_while_opening_is_raised(tmp_path: Path, count: int) -> None:
+    with pytest.raises(InputError, match="no model 'x'"):
+        list(run(Square(tmp_path, cannot_open=True), range(3), Workers(count=count)))
+
+
+def test_threads_are_divided_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in COUNTS:
+        monkeypatch.setenv(name, "6")
+    found = outcomes(Square(tmp_path), range(6), 3)
+    assert {one.result[2] for one in found.values() if one.result} == {"2"}
+
+
+def test_tasks_are_taken_only_when_a_worker_is_free(tmp_path: Path) -> None:
+    taken = []
+    tasks = (taken.append(n) or n for n in range(1000))  # type: ignore[func-returns-value]
+    stream = run(Square(tmp_path), tasks, Workers(count=2))
+    next(stream)
+    assert len(taken) <= 4
+    stream.close()
+
+
+def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    """Otherwise they would go on writing into the folder that the next run resumes."""
+    script = (
+        f"import sys; sys.path[:0] = [{str(SOURCE)!r}, {str(TESTS)!r}]\n"
+        "from pathlib import Path; from engine_work import Square\n"
+        "from carlreg.cohort.engine import run; from carlreg.cohort.work import Workers\n"
+        f"list(run(Square(Path({str(tmp_path)!r}), seconds=30), range(4), Workers(count=2)))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 60
+    while len(opened := list(tmp_path.glob("open-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    workers = [int(path.name.split(".")[1]) for path in opened]
+    while any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in workers):
+        assert time.monotonic() < deadline, "a worker goes on without its parent"
+        time.sleep(0.05)
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("options", [{"count": 0}, {"cpus_per_worker": 0}, {"gpus_per_worker": -1.0}])
+def test_impossible_workers_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        Workers(**options)  # type: ignore[arg-type]
+
+
+def test_ray_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"Ray is not installed; .* pip install 'carlreg\[cluster\]'"):
+        list(run(Square(tmp_path), range(3), Workers(ray="auto")))
