@@ -97,9 +97,9 @@ def register(
     pairs: Annotated[
         Some,
         "A CSV file with a pair in each row, instead of --fixed and --moving. Columns: fixed, moving, and optionally "
-        "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, initial_transform. "
-        "Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were registered before from "
-        "the same files, with the same model and options, are skipped.",
+        "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, initial_transform, "
+        "guide. Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were registered "
+        "before from the same files, with the same model and options, are skipped.",
     ] = None,
     model: Annotated[
         str,
@@ -179,6 +179,7 @@ def _summary(metrics: Mapping[str, float]) -> str:
     parts = {
         "dice_after": "Dice {dice_before:.3f} before, {dice_after:.3f} after, ",
         "tre_after_mm": "landmarks {tre_before_mm:.1f} mm apart before, {tre_after_mm:.1f} mm after, ",
+        "guide_after_mm": "guide points {guide_before_mm:.1f} mm apart before, {guide_after_mm:.1f} mm after, ",
         "folds_percent": "{folds_percent:.3f} % folds, ",
     }
     return "".join(text.format(**metrics) for name, text in parts.items() if name in metrics)

@@ -53,7 +53,7 @@ def warp(
     outside: Annotated[
         float | None, "The value outside the image. By default 0, or the lowest value if negative, as in CT."
     ] = None,
-    take: Take = Take(),  # noqa: B008
+    take: Take = Take(),
     overwrite: Overwrite = False,
 ) -> None:
     """Resample the moving image, or its labels, on the fixed image's grid. The data type is kept."""
@@ -161,7 +161,7 @@ def convert(
     reference: Reference = None,
     moving: Annotated[Path | None, "The moving image, for Learn2Reg.", "-m"] = None,
     part: Annotated[Part, "Write all of T(x) = A(x + u(x)), or only A or x + u(x)."] = "whole",
-    take: Take = Take(),  # noqa: B008
+    take: Take = Take(),
     overwrite: Overwrite = False,
 ) -> None:
     """Write a transform or an image in another format."""

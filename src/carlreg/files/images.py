@@ -102,6 +102,12 @@ def map_points(matrix: npt.NDArray[np.floating[Any]], points: npt.ArrayLike) -> 
     return np.asarray(points, dtype=np.float64) @ matrix[:-1, :-1].T + matrix[:-1, -1]
 
 
+def count_outside(image: Image, points: Matrix) -> int:
+    """How many world points (N, D) lie more than a voxel beyond the outermost voxel centres of an image."""
+    index = map_points(np.linalg.inv(image.affine), points)
+    return int(((index < -1) | (index > np.array(image.shape))).any(axis=-1).sum())
+
+
 def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name: str = "array") -> Image:
     """An image from an array and a matrix from its indices to world millimetres (LPS); without one, 1 mm voxels."""
     array = np.asarray(data)

@@ -12,6 +12,9 @@ columns, in any order and among other columns:
 
 In the plane, the first two are enough. A file without a header has two or three columns, read as x, y and z. Anything
 else is refused, never guessed.
+
+A file of corresponding points has both in each row: `fixed_x,fixed_y,fixed_z,moving_x,moving_y,moving_z`, or with any
+other header, such as `fixed_r,fixed_a,fixed_s`.
 """
 
 import copy
@@ -55,13 +58,19 @@ class Points:
 
 
 def read_points(
-    path: PathLike, *, space: Space = "LPS", dim: int | None = None, image: Image | PathLike | None = None
+    path: PathLike,
+    *,
+    space: Space = "LPS",
+    dim: int | None = None,
+    image: Image | PathLike | None = None,
+    prefix: str = "",
 ) -> Points:
     """Read a landmark file.
 
     `space` is that of columns x, y, z; other headers and Slicer's files carry their own. `dim` is the number of
     coordinates that a point must have. `image` is the one whose voxels the indices i, j, k count; a path is only read
-    if there are any. In .mrk.json, every control point of every markup counts.
+    if there are any. In .mrk.json, every control point of every markup counts. In a text file, `prefix` is that of the
+    columns, such as `fixed_` for corresponding points.
 
     >>> read_points("landmarks.fcsv").positions
     """
@@ -70,7 +79,7 @@ def read_points(
     if ending is None:
         raise PointsError(f"{path} has an unknown extension; expected one of {', '.join(ENDINGS)}")
     text = read_text(name, "a landmark file", PointsError)
-    points = _read_json(name, text) if ending == ".mrk.json" else _read_rows(name, text, ending, space, image)
+    points = _read_json(name, text) if ending == ".mrk.json" else _read_rows(name, text, ending, space, image, prefix)
     if len(points.positions) == 0:
         raise PointsError(f"{path} holds no points; expected at least one")
     if not np.isfinite(points.positions).all():
@@ -83,6 +92,19 @@ def read_points(
 def read_landmarks(path: PathLike, image: Image) -> Matrix:
     """The landmarks (N, D) of an image, in world millimetres, LPS."""
     return read_points(path, dim=image.dim, image=image).positions
+
+
+def read_correspondences(path: PathLike, fixed: Image, moving: Image) -> tuple[Matrix, Matrix]:
+    """Points (N, D) of the fixed image, and those of the moving image that they correspond to, in LPS, from a text file
+    that has both in each row."""
+    if not Path(path).name.lower().endswith(ENDINGS[-3:]):
+        expected = "one with the columns fixed_x, fixed_y, fixed_z, moving_x, moving_y, moving_z, or a file for each"
+        raise PointsError(f"{path} is not a text file of corresponding points (.csv, .tsv, .txt); expected {expected}")
+    here, there = (
+        read_points(path, dim=image.dim, image=image, prefix=prefix).positions
+        for prefix, image in (("fixed_", fixed), ("moving_", moving))
+    )
+    return here, there
 
 
 def write_points(points: Points, positions: Matrix, path: PathLike, *, overwrite: bool = False) -> None:
@@ -101,7 +123,7 @@ def _sign(space: str, dim: int) -> Matrix:
     return np.array([-1.0, -1.0, 1.0][:dim]) if space == "RAS" else np.ones(dim)
 
 
-def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | PathLike | None) -> Points:
+def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | PathLike | None, prefix: str) -> Points:
     lines = text.splitlines()
     filled = {number: line for number, line in enumerate(lines) if not line.startswith("#") and line.strip(" \t,;")}
     first = next(iter(filled.values()), "")
@@ -110,7 +132,7 @@ def _read_rows(path: Path, text: str, ending: str, space: Space, image: Image | 
     if ending == ".fcsv":
         axes, (space, columns) = "", _fcsv_settings(path, lines)
     else:
-        axes, columns = _text_columns(path, next(iter(rows.values()), []))
+        axes, columns = _text_columns(path, next(iter(rows.values()), []), prefix)
         space = "RAS" if axes == "ras" else "LPS" if axes == "lps" else space
     if axes:
         del rows[min(rows)]
@@ -140,12 +162,19 @@ def _cells(path: Path, line: str, separator: str) -> list[str]:
         raise PointsError(f"{path}: {line[:80]!r} is not valid CSV ({error}); expected quotes in pairs") from error
 
 
-def _text_columns(path: Path, first: list[str]) -> tuple[str, tuple[int, ...]]:
+def _text_columns(path: Path, first: list[str], prefix: str) -> tuple[str, tuple[int, ...]]:
     """The header's axes, one of `HEADERS`, or "" if the first row is a point; and the columns of the coordinates."""
     names = [cell.strip().lower() for cell in first]
+    if prefix:
+        names = [name.removeprefix(prefix) if name.startswith(prefix) else "" for name in names]
     named = [axes for axes in HEADERS if set(axes[:2]) <= set(names)]
     if len(named) == 1:
         return named[0], tuple(names.index(axis) for axis in named[0] if axis in names)
+    if prefix and len(named) != 1:
+        expected = ", ".join(f"{prefix}{axis}" for axis in "xyz")
+        raise PointsError(
+            f"{path} has the columns {', '.join(first)}; expected also {expected}, or r, a, s, or i, j, k"
+        )
     if named or (names and not any(re.match(r"[-+.]?\d", name) for name in names)):
         raise PointsError(f"{path} has the columns {', '.join(first)}; expected one set of {EXPECTED}")
     width = len([name for name in names if name])

@@ -47,6 +47,7 @@ class Pair:
     fixed_modality: str = ""  # for training
     moving_modality: str = ""
     split: str = ""  # one of `SPLITS`, or empty if the table has no such column
+    guide: Path | None = None
 
     def files(self) -> dict[str, Any]:
         """The input files by their column, as `register` takes them."""

@@ -28,6 +28,7 @@ from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, multiply_axes
 from carlreg.geometry.jacobian import determinant
 from carlreg.geometry.transforms import DisplacementField, Transform
+from carlreg.objective.guide import Guide, Pull
 from carlreg.objective.losses import Loss, Similarity, extrapolation, find_similarity
 from carlreg.objective.windows import LEAST_SIDE, Picture, Windows, gaussian
 
@@ -94,6 +95,7 @@ def optimize_fields(
     fixed_mask: Tensor | None = None,
     moving_spacing: Sequence[float] | None = None,
     fixed_spacing: Sequence[float] | None = None,
+    guide: Guide | None = None,
     seed: int = 0,
     callback: Callback | None = None,
 ) -> Optimized:
@@ -103,14 +105,15 @@ def optimize_fields(
     standard deviation of the Gaussian windows of "lncc" and "lncc2", of `smoothing`, that of the Gaussian by which
     changes of the fields are smoothed, and of `learning_rate`, by which Adam changes them in a step. A field can fold
     more easily than a network's output, so `fold_weight` times a penalty is added. `weight` is that of GradICON.
+    `guide` pulls points of one image to their partners in the other.
 
     There are `steps` on the finest of the `levels`, the images' own grid, preceded by three times as many on each of
     the coarser ones, where they cost little. Their unit doubles with each level; only axes with smaller voxels than
     that are made coarser.
 
     Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
-    or if the images already match perfectly or cannot be compared, the given transforms are returned.
-    `callback(step, loss)` is called at every step of every level.
+    or if the images already match perfectly or cannot be compared, the given transforms are returned; with a guide,
+    only if they cannot be compared. `callback(step, loss)` is called at every step of every level.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
@@ -122,14 +125,14 @@ def optimize_fields(
     ones = (1.0,) * (fixed.dim() - 2)
     f = Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
     m = Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
-    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed)
+    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, guide)
     with torch.inference_mode(False), torch.no_grad():
         finest = _Level(f, m, max(min(f.spacing), min(m.spacing)), settings)
         given = transform.detach(), inverse.detach()
         start = fields = finest.displacements(given)
         if not all(bool(torch.isfinite(field).all()) for field in start):
             raise NotFiniteError("the transform that the optimisation starts from is not finite")
-        if (reason := finest.meaningless(start)) is not None or finest.matches(start):
+        if (reason := finest.meaningless(start)) is not None or (guide is None and finest.matches(start)):
             return Optimized(*given, [] if reason else [finest.loss(start).floats()], 0, reason)
         done = 0
         for level in reversed(range(1, levels)):
@@ -140,7 +143,7 @@ def optimize_fields(
             parts = zip(fields, moves, coarse.both, (f, m), strict=True)
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
             done += COARSE * steps
-        least = (1 - GAIN) * float(finest.loss(start).total)
+        least = (1 - GAIN) * float(finest.loss(start).total) if guide is None else math.inf
         if done and not float(finest.loss(fields).total) < least:
             fields = start
         found, losses, best = finest.descend(fields, steps, done, callback)
@@ -166,6 +169,7 @@ class _Settings:
     learning_rate: float
     smoothing: float
     seed: int
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +227,8 @@ class _Level:
         positions = [side.grid + field for field, side in zip(fields, self.sides, strict=True)]
         similar = sum(side.similarity(at) for at, side in zip(positions, self.sides, strict=True))
         regular, folded = self._regularity(positions, self.first_phase)
-        return Loss(self._total(similar, regular, folded), similar, regular)  # type: ignore[arg-type]
+        total = self._total(similar, regular, folded) + self._guidance(positions)
+        return Loss(total, similar, regular)  # type: ignore[arg-type]
 
     @functools.cached_property
     def ends(self) -> Tensor:
@@ -237,6 +242,14 @@ class _Level:
 
     def _total(self, similar: Any, regular: Tensor, folded: Tensor) -> Tensor:
         return similar + self.settings.weight * regular + self.settings.fold_weight * folded
+
+    @functools.cached_property
+    def pulls(self) -> tuple[Pull, ...]:
+        return () if self.settings.guide is None else self.settings.guide.between(self.fixed, self.moving)
+
+    def _guidance(self, positions: Sequence[Tensor]) -> Tensor | int:
+        """The distances of guide points from their partners, if there are any."""
+        return sum(pull(at) for pull, at in zip(self.pulls, positions, strict=False))
 
     def _regularity(self, positions: Sequence[Tensor], phase: Tensor) -> tuple[Tensor, Tensor]:
         """GradICON on every second voxel of the moving image's field, from the first or the second one, and folds."""
@@ -266,7 +279,7 @@ class _Level:
                 gradients.append(torch.autograd.grad(part, at)[0])
                 similar = similar + part.detach()
             regular, folded = self._regularity(leaves, phase)
-            rest = self._total(0, regular, folded)
+            rest = self._total(0, regular, folded) + self._guidance(leaves)
             more = torch.autograd.grad(rest, leaves)
         parts = torch.stack([similar + rest.detach(), similar, regular.detach()])
         return parts, [a + b for a, b in zip(gradients, more, strict=True)]

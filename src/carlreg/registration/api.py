@@ -60,6 +60,9 @@ def register(
     moving_seg: Any = None,
     fixed_landmarks: Any = None,
     moving_landmarks: Any = None,
+    guide: Any = None,
+    guide_fixed: Any = None,
+    guide_moving: Any = None,
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
     certainty: bool = DEFAULT.certainty,
@@ -94,6 +97,10 @@ def register(
     `initial_transform` maps fixed to moving world points (LPS, mm): the path of a transform file, a transform, or a
     matrix (D + 1, D + 1). The network then sees the moving image through it, on the fixed image's grid; the result
     contains it.
+
+    `guide` are corresponding points that pull the result, such as corrections by hand: a CSV file with the columns
+    fixed_x, fixed_y, fixed_z, moving_x, moving_y, moving_z, or a pair of arrays (N, D) or landmark files, in LPS mm;
+    `guide_fixed` and `guide_moving` are the same in two arguments. They act in the optimisation of the fields.
 
     Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
     they do not influence the registration. `certainty` adds the spread of the network's attention, which is quick on a
@@ -130,6 +137,8 @@ def register_pair(
     work.begin("reading")
     loaded = load_model(model, device)
     check_without_network(loaded, options)
+    if inputs.is_guided:
+        options.check_guided()
     case = Case.read(inputs, options)
     loaded = loaded.for_dimension(case.fixed.dim)
     start: PointMap = (lambda points: points) if case.initial is None else case.initial
@@ -140,7 +149,7 @@ def register_pair(
     pair = case.prepare(loaded, device)
     work.warn(*case.warnings(), *pair.warnings)
 
-    solution = solve(loaded, pair, options, case.fixed, work, callback)
+    solution = solve(loaded, pair, options, case.fixed, work, callback, case.guide_on(pair))
     world = solution.transform
     if case.initial is not None:
         world = world_transform.compose(case.initial, world, case.fixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
-from carlreg.files.images import Choice, Image, Matrix, as_image, check_same_grid
-from carlreg.files.landmarks import read_landmarks
+from carlreg.files.images import Choice, Image, Matrix, as_image, check_same_grid, map_points
+from carlreg.files.landmarks import read_correspondences, read_landmarks
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel
+from carlreg.objective.guide import Guide
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import PreparedPair, mask_voxels, prepare_pair
 from carlreg.registration.options import PairInputs, RegisterOptions
@@ -37,6 +39,8 @@ class Case:
     landmarks: tuple[Matrix, Matrix] | None
     """World points (N, D) of the fixed image, and the corresponding ones of the moving image."""
     initial: WorldTransform | ItkTransform | None
+    guide: tuple[Matrix, Matrix] | None = None
+    """World points (N, D) of the fixed image, and the points of the moving image to which they are pulled."""
 
     @classmethod
     def read(cls, inputs: PairInputs, options: RegisterOptions = DEFAULT) -> Case:
@@ -53,6 +57,7 @@ class Case:
             _labels(inputs.moving_seg, moving, "moving labels"),
             _landmarks(inputs, fixed, moving),
             _transform(inputs.initial_transform, fixed.dim),
+            _guide(inputs, fixed, moving),
         )
 
     def warnings(self) -> list[str]:
@@ -85,6 +90,21 @@ class Case:
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
         return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None)
 
+    def guide_on(self, pair: PreparedPair) -> Guide | None:
+        """The guide points in the unit coordinates of the images as they were prepared."""
+        if self.guide is None:
+            return None
+        fixed, moving = self.guide
+        if self.initial is not None:  # the moving image was resampled by it
+            first = self.initial
+            known = first if isinstance(first, WorldTransform) else world_transform.sample(first, self.fixed)
+            moving, _ = world_transform.invert_points(known, moving)
+        here, there = (
+            torch.from_numpy(map_points(one.image.world_to_unit(), at)).float()
+            for at, one in zip((fixed, moving), pair, strict=True)
+        )
+        return Guide(here, there)
+
 
 def _same(first: Image, second: Image) -> bool:
     return np.array_equal(first.affine, second.affine) and np.array_equal(first.data, second.data)
@@ -110,13 +130,36 @@ def _labels(source: Any, image: Image, name: str) -> Image | None:
 def _landmarks(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix, Matrix] | None:
     if inputs.fixed_landmarks is None:
         return None
+    return _corresponding((inputs.fixed_landmarks, inputs.moving_landmarks), (fixed, moving), "landmarks")
+
+
+def _guide(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix, Matrix] | None:
+    """Guide points, from a file with both or from one for each image. They must lie inside their images."""
+    if not inputs.is_guided:
+        return None
+    if isinstance(inputs.guide, (str, os.PathLike)):
+        points = read_correspondences(inputs.guide, fixed, moving)
+    else:
+        given = (inputs.guide_fixed, inputs.guide_moving) if inputs.guide is None else inputs.guide
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise TypeError(f"guide is a {type(given).__name__}; expected a path, or (points of fixed, of moving)")
+        points = _corresponding(given, (fixed, moving), "guide points")
+    for name, at, image in zip(("fixed", "moving"), points, (fixed, moving), strict=True):
+        if outside := images.count_outside(image, at):
+            reason = "expected millimetres in LPS: name the columns fixed_r, fixed_a, fixed_s if they are in RAS"
+            raise InputError(f"{outside} of {len(at)} guide points lie outside the {name} image; {reason}")
+    return points
+
+
+def _corresponding(sources: Sequence[Any], both: Sequence[Image], what: str) -> tuple[Matrix, Matrix]:
+    """Points of the fixed and of the moving image, from files or arrays (N, D)."""
     here, there = (
         read_landmarks(source, image) if isinstance(source, (str, os.PathLike)) else np.asarray(source, np.float64)
-        for source, image in ((inputs.fixed_landmarks, fixed), (inputs.moving_landmarks, moving))
+        for source, image in zip(sources, both, strict=True)
     )
-    if here.shape != there.shape or here.ndim != 2 or here.shape[1] != fixed.dim:
-        shapes = f"{here.shape} and {there.shape}"
-        raise InputError(f"the landmarks have shapes {shapes}; expected the same, (N, {fixed.dim})")
+    dim = both[0].dim
+    if here.shape != there.shape or here.ndim != 2 or here.shape[1] != dim:
+        raise InputError(f"the {what} have shapes {here.shape} and {there.shape}; expected the same, (N, {dim})")
     return here, there
 
 
@@ -145,6 +188,9 @@ def score(case: Case, before: PointMap, after: PointMap) -> tuple[dict[str, floa
         if case.landmarks is not None:
             fixed, moving = case.landmarks
             metrics[f"tre_{when}_mm"] = float(np.linalg.norm(transform(fixed) - moving, axis=-1).mean())
+        if case.guide is not None:
+            missed = np.linalg.norm(transform(case.guide[0]) - case.guide[1], axis=-1)
+            metrics[f"guide_{when}_mm"], metrics[f"guide_{when}_max_mm"] = float(missed.mean()), float(missed.max())
     return metrics, overlaps
 
 

@@ -32,12 +32,27 @@ class PairInputs:
     fixed_landmarks: Annotated[Any, "Landmarks of the fixed image, for scoring only."] = None
     moving_landmarks: Annotated[Any, "The same landmarks in the moving image, in the same order."] = None
     initial_transform: Annotated[Any, "An initial transform from fixed to moving points."] = None
+    guide: Annotated[
+        Any,
+        "Corresponding points that pull the result, such as corrections by hand: a CSV file with the columns fixed_x, "
+        "fixed_y, fixed_z, moving_x, moving_y, moving_z in mm (LPS), or fixed_r, fixed_a, fixed_s, … (RAS).",
+    ] = None
+    guide_fixed: Annotated[Any, "Instead of --guide: points of the fixed image, in any format of landmarks."] = None
+    guide_moving: Annotated[Any, "The corresponding points of the moving image, in the same order."] = None
 
     def __post_init__(self) -> None:
         if self.fixed_seg is not None and self.moving_seg is None:
             raise InputError("fixed_seg was given without moving_seg; expected labels of both images, to be compared")
         if (self.fixed_landmarks is None) != (self.moving_landmarks is None):
             raise InputError("landmarks were given for one image only; expected them for both, in the same order")
+        if (self.guide_fixed is None) != (self.guide_moving is None):
+            raise InputError("guide points were given for one image only; expected guide_fixed and guide_moving")
+        if self.guide is not None and self.guide_fixed is not None:
+            raise InputError("guide and guide_fixed were both given; expected one of them")
+
+    @property
+    def is_guided(self) -> bool:
+        return self.guide is not None or self.guide_fixed is not None
 
     def sources(self) -> dict[str, Any]:
         """The inputs that were given, by name."""
@@ -104,6 +119,15 @@ class RegisterOptions:
         _check_numbers("channel", self.channel, "luminance")
         if self.io_iterations and self.transform != "deformable" and self.fit_source == "attention":
             raise InputError("fit_source='attention' has nothing to optimise; expected 'network', or io_iterations=0")
+
+    def check_guided(self) -> None:
+        """Refuse options with which guide points would have no effect."""
+        expected = {"transform": ("deformable",), "optimize": ("auto", "fields")}
+        for name, values in expected.items():
+            if (value := getattr(self, name)) not in values:
+                raise InputError(f"guide was given with {name}={value!r}; expected {' or '.join(map(repr, values))}")
+        if self.io_iterations == 0:
+            raise InputError("guide was given with io_iterations=0, but acts in the optimisation; expected 1 or more")
 
     @property
     def similarity_name(self) -> str:

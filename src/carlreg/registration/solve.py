@@ -21,6 +21,7 @@ from carlreg.geometry.transforms import Affine, Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, NoNetwork
 from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, Optimized, optimize_fields
+from carlreg.objective.guide import Guide
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
 from carlreg.objective.metrics import inverse_consistency
@@ -87,6 +88,7 @@ def solve(
     grid: Image,
     progress: Progress,
     callback: Callable[[int, Loss], None] | None = None,
+    guide: Guide | None = None,
 ) -> Solution:
     """Run the network, optimise its result, and turn it into a map of the world, sampled on the voxels of `grid`."""
     network, kind, steps = model.network, options.transform, options.io_iterations
@@ -112,7 +114,7 @@ def solve(
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
-        optimization = _optimize(network, maps, pair, options, over, callback)
+        optimization = _optimize(network, maps, pair, options, over, callback, guide)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -199,6 +201,7 @@ def _optimize(
     options: RegisterOptions,
     over: Way,
     callback: Callable[[int, Loss], None] | None,
+    guide: Guide | None = None,
 ) -> Optimization:
     """Optimise the weights or the fields: also the fields if the GPU has too little memory for the weights."""
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
@@ -212,7 +215,12 @@ def _optimize(
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
             return _optimize(network, maps, pair, options, "fields", callback)
         return Optimization(over, steps, objective.weight, None, result)
-    common |= {"similarity": options.io_sim, "weight": objective.weight, **_field_settings(network, pair)}
+    common |= {
+        "similarity": options.io_sim,
+        "weight": objective.weight,
+        "guide": guide,
+        **_field_settings(network, pair),
+    }
     grid, result = _optimize_fields(maps, pair, _field_grids(pair, options), common)
     return Optimization(over, steps, objective.weight, list(grid), result)
 
