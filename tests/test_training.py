@@ -37,8 +37,8 @@ from carlreg.training.stages import PAPER, PAPER_ROT, Stage
 from carlreg.training.step import TrainingStep
 
 
-def blobs(generator: torch.Generator, batch: int = 2) -> Tensor:
-    x = Grid.of((32, 32)).points()
+def blobs(generator: torch.Generator, batch: int = 2, side: int = 32) -> Tensor:
+    x = Grid.of((side, side)).points()
     centres = torch.tensor([[0.4, 0.4], [0.6, 0.55], [0.45, 0.7]])
     images = []
     for _ in range(batch):
@@ -351,17 +351,32 @@ def test_what_goes_wrong_while_drawing_ahead_is_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_inputs_must_stay_the_same_within_a_captured_stage(tmp_path: Path) -> None:
-    calls = 0
+def test_batches_of_two_shapes_take_turns() -> None:
+    """Each shape is captured as a graph of its own; both change the same weights as steps without graphs do."""
 
-    def changing(generator: torch.Generator) -> Batch:
-        nonlocal calls
-        calls += 1
-        moving, fixed = draw(generator)
-        return Batch(moving, fixed) if calls < 7 else Batch(moving, fixed, None, None, moving, fixed)
+    def batch(number: int) -> Batch:
+        return Batch(*blobs(torch.Generator().manual_seed(number), 4, 48 if number % 2 else 32).cuda().split(2))
 
-    with pytest.raises(ValueError, match="expected the same throughout a stage"):
-        train(network().cuda(), changing, [Stage(20)], out=tmp_path)
+    losses = []
+    for graphs in (False, True):
+        step = TrainingStep(network().cuda().train(), Stage(20), device=torch.device("cuda"), graphs=graphs)
+        losses.append([float(step(batch(number), 1e-5, seed=number).total) for number in range(16)])
+        assert len(step.captured) == 2 * graphs
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_batches_of_ever_new_shapes_are_refused() -> None:
+    step = TrainingStep(network().cuda().train(), Stage(99), device=torch.device("cuda"))
+
+    def run(number: int) -> None:
+        images = blobs(torch.Generator().manual_seed(number), 4, 32 + number // 5)
+        step(Batch(*images.cuda().split(2)), 1e-5, seed=number)
+
+    for number in range(40):
+        run(number)
+    with pytest.raises(ValueError, match="expected fewer, or graphs=False"):
+        run(40)
 
 
 @pytest.mark.gpu

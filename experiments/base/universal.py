@@ -44,7 +44,8 @@ from carlreg.training.pairs import LEAST_KEPT, ROOM, about_centre, deformations,
 from carlreg.training.stages import Stage
 from carlreg.training.step import TrainingStep
 
-SIDE = 96
+GRIDS = {"cube": (96, 96, 96), "thin": (160, 160, 32), "fine": (128, 128, 128)}
+"""The grids on which the network is trained: the usual one, one for stacks of few slices, and a finer one."""
 MIX = {
     "brain": 0.18,
     "brain_ibsr": 0.05,
@@ -53,11 +54,16 @@ MIX = {
     "abdomen": 0.2,
     "abdomen_mr": 0.1,
     "ct_mr": 0.11,
-    "cardiac": 0.1,
+    "cardiac": 0.02,
     "hippocampus": 0.08,
     "lung": 0.04,
 }
-"""Relative frequency of each kind of pair, apart from random anatomy."""
+"""Relative frequency of each kind of pair in the usual grid, apart from random anatomy."""
+OTHER_MIXES = {
+    "thin": {"cardiac": 0.8, "abdomen_mr": 0.1, "brain": 0.1},
+    "fine": {"brain": 0.5, "brain_ibsr": 0.1, "brain_maps": 0.15, "map_with_brain": 0.25},
+}
+"""The same for the other grids."""
 CROPPED = ("abdomen", "abdomen_mr")
 """The sets whose field of view varies: some scans show the chest, some the pelvis."""
 WITHIN = ("cardiac", "lung")
@@ -140,7 +146,8 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
     parser.add_argument("--bent", type=float, default=0.6, help="share of images to deform at random")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
-    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--thin", type=float, default=0.2, help="share of batches on the grid for few slices")
+    parser.add_argument("--fine", type=float, default=0.0, help="share of batches of half the pairs on the finer grid")
     parser.add_argument(
         "--validate-every", type=int, default=2500, help="steps between validations, and between checkpoints"
     )
@@ -154,7 +161,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = Mixture(arguments.packs, arguments.side, device)
+    data = Mixture(arguments.packs, device, {"thin": arguments.thin, "fine": arguments.fine})
     data.changed, data.cropped, data.room = arguments.changed, arguments.cropped, arguments.room
     data.synthetic, data.bent = arguments.synthetic, arguments.bent
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +169,7 @@ def main() -> None:
         "commit": arguments.commit,
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "seed": arguments.seed,
-        "grid": arguments.side,
+        "grids": {name: list(shape) for name, shape in GRIDS.items()},
     }
     if arguments.score is not None:
         report = {**about, "started_from": arguments.model.name, "model": arguments.score.name}
@@ -173,7 +180,7 @@ def main() -> None:
         return
 
     model = start_from(arguments.model, device)
-    data.mix |= arguments.mix
+    data.mixes["cube"] |= arguments.mix
     stage = Stage(
         arguments.steps,
         warm_up=100,
@@ -218,7 +225,7 @@ def main() -> None:
         if (score := on_dev(candidate)) > final:
             model, final = candidate, score
     print(f"dev {start:.4f} before, {final:.4f} after", flush=True)
-    facts = {"name": "carl-base", "grid": " ".join(3 * [str(arguments.side)])}
+    facts = {"name": "carl-base", "grid": "96 96 96", "thin_grid": "160 160 32"}
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=facts)
 
 
@@ -248,6 +255,7 @@ def measure(model: RegistrationAlgorithm, data: Mixture, stage: Stage, pairs: in
             torch.cuda.synchronize()
         return time.monotonic()
 
+    data.shares = {}  # the usual grid alone
     runner = TrainingStep(model.train(), stage, device=device)
     batch = data.draw(torch.Generator().manual_seed(0), pairs)
     for number in range(warm + count):
@@ -316,8 +324,8 @@ class Mixture:
 
     synthetic, changed, cropped, room, shift, bent = 0.0, 0.5, 0.0, 0.0, 0.08, 0.0
 
-    def __init__(self, paths: list[Path], side: int, device: torch.device) -> None:
-        self.side, self.device = side, device
+    def __init__(self, paths: list[Path], device: torch.device, shares: dict[str, float]) -> None:
+        self.device, self.shares = device, shares
         self.packed: dict[str, Tensor] = {}
         for path in paths:
             packed = np.load(path)
@@ -327,9 +335,7 @@ class Mixture:
             name, split, *rest = key.split("/")
             if len(rest) == 1:
                 self.names.setdefault((name, split), []).append(key)
-        self.full = {key: self._full(key) for key in self.packed if "/train/" in key}
-        """Training volumes on the network's grid."""
-        self.nothing = torch.zeros((side,) * 3, dtype=torch.uint8, device=device)
+        self.resampled: dict[tuple[str, str], Tensor] = {}
         table = torch.zeros(3, 256, device=device)
         for number, value in enumerate(VALUES):
             in_brain = 0 < value < HEAD
@@ -339,29 +345,40 @@ class Mixture:
         self.t1, self.tissue, self.in_brain = table[0, : len(VALUES)], table[1], table[2]
         self.boxes = {key: self._brain_box(key) for key in self.names.get(("brain_maps", "train"), [])}
         needs = {"map_with_brain": ("brain_maps", "brain"), "ct_mr": ("abdomen", "abdomen_mr")}
-        self.mix = dict(MIX)
-        self.kinds = [
-            kind for kind in MIX if all((name, "train") in self.names for name in needs.get(kind, (kind,)))
-        ]  # fmt: skip
+        self.mixes = {
+            grid: {
+                kind: share
+                for kind, share in mix.items()
+                if all((name, "train") in self.names for name in needs.get(kind, (kind,)))
+            }
+            for grid, mix in {"cube": MIX, **OTHER_MIXES}.items()
+        }
 
-    def _full(self, key: str) -> Tensor:
-        volume = self.packed[key]
-        if volume.shape == (self.side,) * 3:
-            return volume
-        if key.endswith("labels") or key.startswith("brain_maps/"):
-            return F.interpolate(volume[None, None].float(), (self.side,) * 3, mode="nearest-exact")[0, 0].byte()
-        return self._image(volume).mul(255).round().byte()[0, 0]
+    def on_grid(self, key: str, grid: str) -> Tensor:
+        """A packed volume (*shape) on a grid; zeros where the pack has none. Kept for the next time."""
+        if (key, grid) not in self.resampled:
+            shape, volume = GRIDS[grid], self.packed.get(key)
+            if volume is None:
+                volume = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            elif key.endswith("labels") or key.startswith("brain_maps/"):
+                volume = F.interpolate(volume[None, None].float(), shape, mode="nearest-exact")[0, 0].byte()
+            else:
+                volume = self._image(volume, grid).mul(255).round().byte()[0, 0]
+            self.resampled[key, grid] = volume
+        return self.resampled[key, grid]
 
-    def _image(self, volume: Tensor) -> Tensor:
-        """(1, 1, side, side, side) in [0, 1]."""
-        scan = volume[None, None].float() / 255
-        if volume.shape == (self.side,) * 3:
+    @staticmethod
+    def _image(volume: Tensor, grid: str) -> Tensor:
+        """(1, 1, *shape) in [0, 1]."""
+        scan, shape = volume[None, None].float() / 255, GRIDS[grid]
+        if volume.shape == shape:
             return scan
-        return F.interpolate(scan, size=(self.side,) * 3, mode="trilinear", align_corners=True)
+        return F.interpolate(scan, size=shape, mode="trilinear", align_corners=True)
 
     def _brain_box(self, key: str) -> tuple[Tensor, Tensor]:
         """Bounding box of the brain in a label map of the head, in unit coordinates."""
-        brain = self.in_brain[self.full[key].long()].nonzero().float() / (self.side - 1)
+        volume = self.packed[key]
+        brain = self.in_brain[volume.long()].nonzero().float() / (torch.tensor(volume.shape).to(volume.device) - 1)
         return brain.amin(0).cpu(), brain.amax(0).cpu()
 
     # ---- training ----
@@ -370,14 +387,20 @@ class Mixture:
         """Pairs of random kinds, each image with a small random affine map, some pairs mirrored left to right; or, for
         a share of the pairs, two views of one random anatomy."""
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        pairs = [None if self._chance(self.synthetic, generator) else self._choose(generator) for _ in range(count)]
-        shape = (2 * count, 1, *(self.side,) * 3)
+        grid, left = "cube", float(torch.rand((), generator=generator))
+        for name, share in self.shares.items():
+            grid = name if 0 <= left < share else grid
+            left -= share
+        count = max(1, count // 2) if grid == "fine" else count
+        synthetic = 0.0 if grid == "fine" else self.synthetic
+        pairs = [None if self._chance(synthetic, generator) else self._choose(grid, generator) for _ in range(count)]
+        shape = (2 * count, 1, *GRIDS[grid])
         inputs, targets, labels = (torch.zeros(shape, device=self.device) for _ in range(3))
         real = [number for number, pair in enumerate(pairs) if pair is not None]
         if real:
             views = [pair.moving for pair in pairs if pair] + [pair.fixed for pair in pairs if pair]
             at = torch.tensor(real + [count + number for number in real], device=self.device)
-            made = self._views(views, [pair for pair in pairs if pair], own)
+            made = self._views(grid, views, [pair for pair in pairs if pair], own)
             for all_, part in zip((inputs, targets, labels), made, strict=True):
                 all_.index_copy_(0, at, part)
         for number, pair in enumerate(pairs):
@@ -399,14 +422,16 @@ class Mixture:
         known = (labels == values).byte()
         return Batch(*inputs.split(count), *known.split(count), *targets.split(count))
 
-    def _views(self, views: list[View], pairs: list[Pair], own: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def _views(
+        self, grid: str, views: list[View], pairs: list[Pair], own: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The network's input images, the images for the loss, and the labels, for all views at once."""
-        volumes = torch.stack([self.full[view.key] for view in views])[:, None].float()
+        volumes = torch.stack([self.on_grid(view.key, grid) for view in views])[:, None].float()
         points = self._points(volumes, views, pairs, own)
         tone = torch.tensor([self._tone(view) for view in views]).to(self.device).T.reshape(3, -1, 1, 1, 1, 1)
         images = interpolate(volumes, points, outside="zeros")
         images = (images * tone[0] + tone[1]).clamp(0, 1) ** tone[2]
-        known = torch.stack([self._known(view, pair) for view, pair in zip(views, 2 * pairs, strict=True)])
+        known = torch.stack([self._known(grid, view, pair) for view, pair in zip(views, 2 * pairs, strict=True)])
         labels = interpolate(known[:, None].float(), points, mode="nearest", outside="zeros")
         inputs, targets = images.clone(), images
         changed = [number for number, view in enumerate(views) if view.changed and not view.is_map]
@@ -456,13 +481,12 @@ class Mixture:
         low, high = view.window
         return 8 / (high - low), (-1024 - low) / (high - low), view.gamma
 
-    def _known(self, view: View, pair: Pair) -> Tensor:
-        labels = self.full.get(f"{view.key}/labels", self.nothing)
+    def _known(self, grid: str, view: View, pair: Pair) -> Tensor:
         if pair.labels is None:
-            return self.nothing
+            return self.on_grid("nothing", grid)
         if pair.labels == "tissues" and view.is_map:
-            return self.tissue[self.full[view.key].long()].byte()
-        return labels
+            return self.tissue[self.on_grid(view.key, grid).long()].byte()
+        return self.on_grid(f"{view.key}/labels", grid)
 
     def _shown(self, maps: Tensor, stripped: list[bool], dry: list[bool]) -> Tensor:
         """Label maps as they are, reduced to the brain and its fluid, or also without the fluid around the brain."""
@@ -478,9 +502,9 @@ class Mixture:
     def _chance(share: float, generator: torch.Generator) -> bool:
         return bool(torch.rand((), generator=generator) < share)
 
-    def _choose(self, generator: torch.Generator) -> Pair:
-        weights = torch.tensor([self.mix[kind] for kind in self.kinds])
-        kind = self.kinds[int(torch.multinomial(weights, 1, generator=generator))]
+    def _choose(self, grid: str, generator: torch.Generator) -> Pair:
+        mix = self.mixes[grid]
+        kind = list(mix)[int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))]
 
         def chance(share: float) -> bool:
             return self._chance(share, generator)
@@ -597,20 +621,26 @@ class Mixture:
             found["lung_trained_on"] = [("lung/train/baseline", "lung/train/followup")]
         return {name: pairs for name, pairs in found.items() if pairs}
 
-    def scored_image(self, key: str, seed: int) -> Tensor:
+    def scored_grid(self, name: str) -> str:
+        """The grid on which a kind of pair is registered: its own, if the network was trained on it."""
+        own = "thin" if name.startswith("cardiac") else "fine" if "brain" in name else "cube"
+        return own if self.shares.get(own) else "cube"
+
+    def scored_image(self, key: str, grid: str, seed: int) -> Tensor:
         """A scan as it is, or a label map rendered in a contrast determined by its name and the seed."""
         volume = self.packed[key]
         if key.startswith("brain_maps/"):
             own = torch.Generator(self.device).manual_seed(1000 * seed + sum(map(ord, key)))
-            return render(volume[None, None], own)
+            return render(self.on_grid(key, grid)[None, None], own)
         if key.startswith("lung/"):
             low, high = LUNG_WINDOW
-            hu = self._image(volume) * 255 * 8 - 1024
+            hu = self._image(volume, grid) * 255 * 8 - 1024
             return ((hu - low) / (high - low)).clamp(0, 1)
-        return self._image(volume)
+        return self._image(volume, grid)
 
     def score(self, model: RegistrationAlgorithm, name: str, moving: str, fixed: str, seed: int) -> dict[str, float]:
-        m, f = self.scored_image(moving, seed), self.scored_image(fixed, seed + 10)
+        grid = self.scored_grid(name)
+        m, f = self.scored_image(moving, grid, seed), self.scored_image(fixed, grid, seed + 10)
         if name == "brain_other_contrast":
             m = other_contrast(m, seed)
         with torch.no_grad(), mixed_precision(self.device):

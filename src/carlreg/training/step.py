@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from carlreg.errors import InputError
 from carlreg.fast.precision import Precision, mixed_precision
 from carlreg.geometry.fitting import random_rotation
 from carlreg.geometry.jacobian import folding
-from carlreg.geometry.transforms import Affine
+from carlreg.geometry.transforms import Affine, Transform
 from carlreg.model.algorithms import Augmented, RegistrationAlgorithm
 from carlreg.model.zoo import first_step
 from carlreg.objective.losses import Loss, registration_loss
@@ -23,8 +24,21 @@ from carlreg.training.stages import Stage
 
 Inputs = tuple[Tensor | None, ...]
 """The tensors of a batch, and its rotations."""
-WARM_UP = 3
-"""Steps before a graph is captured, in which kernels are chosen and compiled."""
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""The shapes of the inputs: each combination is captured as a graph of its own."""
+WARM_UP, MOST_GRAPHS = 3, 8
+"""Steps before a graph is captured, in which kernels are chosen and compiled; and the most graphs, since each keeps its
+memory."""
+
+
+class Captured(NamedTuple):
+    """A step as a CUDA graph, and the tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    result: Loss
+    phi: Transform
+    image: Tensor
 
 
 class TrainingStep:
@@ -60,16 +74,16 @@ class TrainingStep:
             group["lr"] = self.rate
         self.generator = torch.Generator(device)
         self.skipped, self.skipped_in_a_row = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.warm = 0
+        self.captured: dict[Shapes, Captured] = {}
+        self.warm: Counter[Shapes] = Counter()
         captured = on_gpu and graphs is not False and self.team.size == 1
         # cuBLAS keeps a workspace per stream: graphs captured on one stream could not be replayed side by side.
         self.stream = torch.cuda.Stream() if captured else None
 
     @property
     def is_captured(self) -> bool:
-        """Whether no graph is left to capture."""
-        return self.stream is None or self.graph is not None
+        """Whether batches of the last step's shapes are replayed, so that others may be drawn during the next one."""
+        return self.stream is None or self.shapes in self.captured
 
     def __call__(self, batch: Batch, rate: float, seed: int) -> Loss:
         if not self.stage.label_weight:
@@ -81,43 +95,46 @@ class TrainingStep:
         inputs = (*batch, _rotations(batch, seed, self.team) if self.stage.rotate else None)
         if self.stream is None:
             return self._run(inputs)
-        if self.graph is None and self.warm < WARM_UP:
-            return self._warm_up(self.stream, inputs)
-        return self._replay(self.graph or self._capture(inputs), inputs)
+        self.shapes = tuple(None if part is None else tuple(part.shape) for part in inputs)
+        if self.shapes not in self.captured:
+            if len(self.captured) == MOST_GRAPHS:
+                raise InputError(
+                    f"batches have more than {MOST_GRAPHS} different shapes, the last {self.shapes[:-1]}; expected "
+                    "fewer, or graphs=False"
+                )
+            if self.warm[self.shapes] < WARM_UP:
+                return self._warm_up(self.stream, inputs)
+            self.captured[self.shapes] = self._capture(inputs)
+        return self._replay(self.captured[self.shapes], inputs)
 
     def folds(self) -> float:
         """Folds of the last step's first pair in per cent; NaN if an axis is too short for a derivative."""
         return math.nan if min(self.image.shape[2:]) < 3 else folding(self.phi, self.image)
 
     def _warm_up(self, stream: torch.cuda.Stream, inputs: Inputs) -> Loss:
-        self.warm += 1
+        self.warm[self.shapes] += 1
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             result = self._run(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         return result
 
-    def _capture(self, inputs: Inputs) -> torch.cuda.CUDAGraph:
-        self.inputs = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
-        self.graph = torch.cuda.CUDAGraph()
-        self.graph.register_generator_state(self.generator)
+    def _capture(self, inputs: Inputs) -> Captured:
+        copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(self.graph, stream=self.stream):
-            self.result = self._run(self.inputs)
-        return self.graph
+        with torch.cuda.graph(graph, stream=self.stream):
+            result = self._run(copies)
+        return Captured(graph, copies, result, self.phi, self.image)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, inputs: Inputs) -> Loss:
-        first, now = ([None if part is None else tuple(part.shape) for part in one] for one in (self.inputs, inputs))
-        if first != now:
-            raise InputError(
-                f"a batch has shapes {now[:-1]} and the first had {first[:-1]}; expected the same throughout a stage, "
-                "or graphs=False"
-            )
-        for captured, tensor in zip(self.inputs, inputs, strict=True):
-            if captured is not None and tensor is not None:
-                captured.copy_(tensor)
-        graph.replay()
-        return self.result
+    def _replay(self, captured: Captured, inputs: Inputs) -> Loss:
+        for copy, tensor in zip(captured.inputs, inputs, strict=True):
+            if copy is not None and tensor is not None:
+                copy.copy_(tensor)
+        captured.graph.replay()
+        self.phi, self.image = captured.phi, captured.image
+        return captured.result
 
     def _run(self, inputs: Inputs) -> Loss:
         *parts, rotations = inputs
