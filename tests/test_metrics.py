@@ -18,7 +18,14 @@ from carlreg.geometry.jacobian import (
     jacobian_determinant,
     sd_log_jacobian,
 )
-from carlreg.objective.metrics import dice, hd95, inverse_consistency, mean_score, target_registration_error
+from carlreg.objective.metrics import (
+    dice,
+    hd95,
+    inverse_consistency,
+    mean_score,
+    mean_surface_distance,
+    target_registration_error,
+)
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -187,3 +194,28 @@ def test_bad_input_is_named() -> None:
         jacobian_determinant(Identity(), texture(2, 5))
     with pytest.raises(ValueError, match="expected one item and one channel"):
         hd95(torch.ones(2, 1, 4), torch.ones(2, 1, 4), 1)
+
+
+def test_mean_surface_distance_is_the_mean_over_both_surfaces() -> None:
+    torch.manual_seed(0)
+    first = (torch.rand(1, 1, 7, 6, 5) > 0.5).long()
+    second = (torch.rand(1, 1, 7, 6, 5) > 0.5).long()
+    spacing = torch.tensor([1.0, 2.0, 0.5])
+
+    def points(labels: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(labels[0, 0], (1,) * 6)
+        kept = [
+            voxel
+            for voxel in labels[0, 0].nonzero()
+            if any(
+                not padded[tuple((voxel + 1 + sign * torch.eye(3).long()[axis]).tolist())]
+                for axis in range(3)
+                for sign in (-1, 1)
+            )
+        ]
+        return torch.stack(kept) * spacing
+
+    apart = torch.cdist(points(first), points(second))
+    expected = torch.cat([apart.amin(1), apart.amin(0)]).mean()
+    assert mean_surface_distance(first, second, 1, spacing=spacing.tolist()) == pytest.approx(float(expected), rel=1e-4)
+    assert math.isnan(mean_surface_distance(first, torch.zeros_like(first), 1))

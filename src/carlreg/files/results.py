@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from carlreg.errors import InputError
 from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomically, write_together
@@ -80,6 +80,27 @@ class Request:
         return different
 
 
+Verdict = Literal["good", "doubtful", "failed", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confidence:
+    """How far a registration can be trusted, judged without labels."""
+
+    verdict: Verdict
+    expected_error_mm: float | None = None
+    failure_probability: float | None = None
+    reasons: Sequence[str] = ()
+    """Why it is not good, in words."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that the verdict comes from, by name."""
+
+    def line(self) -> str:
+        """The verdict in one line."""
+        error = "" if self.expected_error_mm is None else f", expected error {self.expected_error_mm:.1f} mm"
+        return f"{self.verdict}{error}{': ' if self.reasons else ''}{'; '.join(self.reasons)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """`report.json`: how a registration was made, and how good it is. The fields are the keys of the file."""
@@ -111,6 +132,8 @@ class Report:
     losses: Sequence[Mapping[str, float]] = ()
     """Total, similarity and regularity at each step of the optimisation."""
     warnings: Sequence[str] = ()
+    confidence: Confidence | None = None
+    """How far the result can be trusted; None if that was not asked for, and in reports of earlier versions."""
     stored_within_mm: float = 0.0
     """How far the points of the stored transforms are from those of the exact ones, at most."""
     request: Request | None = None
@@ -139,6 +162,8 @@ class Report:
             for when, scores in known.get("dice", {}).items()
         }
         known["warnings"] = tuple(str(text) for text in known.get("warnings", ()))
+        if known.get("confidence"):
+            known["confidence"] = Confidence(**_known(Confidence, known["confidence"]))
         known["request"] = Request(**_known(Request, known["request"])) if known.get("request") else None
         return cls(**known)
 

@@ -44,6 +44,7 @@ class LoadedModel:
     searches_affine: bool = False  # there is no network: instead, search for an affine map between the images
     keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
     prepare: Prepare | None = None  # instead of as described above, such as the paper prepares one of its datasets
+    source: Path | None = None  # its file, if it came from one
     is_default: bool = False  # no model was chosen, so that the dimension of the images may choose another one
 
     def for_dimension(self, dim: int) -> "LoadedModel":
@@ -100,6 +101,7 @@ def load_model(
         keeps_margins=about.get("view") == "whole",
         provenance={"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")},
         network=network,
+        source=path,
     )
 
 

@@ -55,15 +55,29 @@ def hd95(first: Tensor, second: Tensor, label: int, *, spacing: Sequence[float] 
     outside the structure.
     """
     check_same_shape(first, second, ("the first label map", "the second"))
-    a, b = (_surface(labels == label) for labels in (first, second))
+    a, b = (surface(labels == label) for labels in (first, second))
     if not a.any() or not b.any():
         return math.nan
-    voxels = (a | b).nonzero()
-    box = tuple(slice(int(low), int(high) + 1) for low, high in zip(voxels.amin(0), voxels.amax(0), strict=True))
-    a, b = a[box], b[box]
+    a, b = _cropped(a, b)
     sides = [1.0] * a.dim() if spacing is None else [float(side) for side in spacing]
-    distances = [_distance_to(surface, sides)[other].quantile(0.95) for surface, other in ((b, a), (a, b))]
+    distances = [distance_to(surface, sides)[other].quantile(0.95) for surface, other in ((b, a), (a, b))]
     return float(torch.maximum(*distances))
+
+
+def mean_surface_distance(
+    first: Tensor, second: Tensor, label: int, *, spacing: Sequence[float] | None = None
+) -> float:
+    """The mean distance of all surface voxels of both structures to the other surface; NaN if either is empty.
+
+    Surfaces are those of `hd95`.
+    """
+    check_same_shape(first, second, ("the first label map", "the second"))
+    a, b = (surface(labels == label) for labels in (first, second))
+    if not a.any() or not b.any():
+        return math.nan
+    a, b = _cropped(a, b)
+    sides = [1.0] * a.dim() if spacing is None else [float(side) for side in spacing]
+    return float(torch.cat([distance_to(b, sides)[a], distance_to(a, sides)[b]]).mean())
 
 
 def target_registration_error(
@@ -91,7 +105,14 @@ def inverse_consistency(
     return difference.norm(dim=-1)
 
 
-def _surface(mask: Tensor) -> Tensor:
+def _cropped(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two masks without empty margins around both."""
+    voxels = (a | b).nonzero()
+    box = tuple(slice(int(low), int(high) + 1) for low, high in zip(voxels.amin(0), voxels.amax(0), strict=True))
+    return a[box], b[box]
+
+
+def surface(mask: Tensor) -> Tensor:
     """Voxels of the structure that have a neighbour outside it: (1, 1, *shape) → (*shape)."""
     if mask.shape[0] != 1 or mask.shape[1] != 1:
         raise InputError(f"the label map has shape {tuple(mask.shape)}; expected one item and one channel")
@@ -105,7 +126,7 @@ def _surface(mask: Tensor) -> Tensor:
     return inside & ~covered
 
 
-def _distance_to(mask: Tensor, spacing: Sequence[float]) -> Tensor:
+def distance_to(mask: Tensor, spacing: Sequence[float]) -> Tensor:
     """Distance of every voxel of (*shape) to the nearest voxel of the mask.
 
     Computed axis by axis, as a minimum of squared distances over the voxels of a row.

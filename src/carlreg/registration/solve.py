@@ -72,6 +72,10 @@ class Solution:
     io_sim: str | None = None
     io_sim_reason: str | None = None
     search: AffineMatch | None = None
+    maps: Maps | None = None
+    """Both directions in unit coordinates, if they are dense."""
+    first: Maps | None = None
+    """The same before any optimisation, from the network or the search."""
 
 
 def check_without_network(model: LoadedModel, options: RegisterOptions) -> None:
@@ -107,6 +111,7 @@ def solve(
         maps = _both(network, pair)
     options, reason = with_similarity(options, maps[0], pair)
     chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
+    chosen["first"] = maps
     over: Way = "fields" if options.optimize == "auto" else options.optimize
     if search is None and options.allow_identity and (why := _better_unregistered(maps, pair, options)):
         maps, over = (Identity(), Identity()), "fields"
@@ -124,7 +129,7 @@ def solve(
         return Solution(fit_to_dense(forward, pair, kind), {}, optimization, **chosen)
     metrics = {"inverse_consistency_mm": _inverse_consistency(forward, backward, pair)}
     world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
-    return Solution(world, metrics, optimization, **chosen)
+    return Solution(world, metrics, optimization, **chosen, maps=maps)
 
 
 def _search(pair: PreparedPair, *, rigid: bool) -> AffineMatch:

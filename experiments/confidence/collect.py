@@ -1,0 +1,243 @@
+"""Register pairs, gather all evidence about each result, and compare with the truth: one JSON line a pair."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carlreg.confidence.gather import Answer, Budget, Gathered, gather
+from carlreg.fast.devices import choose_device
+from carlreg.files.images import Image, Matrix, map_points
+from carlreg.geometry.grids import interpolate, voxel_points
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.objective.metrics import dice, distance_to, mean_score, mean_surface_distance, surface
+from carlreg.preparation import PreparedPair, prepare_pair
+from carlreg.registration.options import RegisterOptions
+from carlreg.registration.progress import Progress
+from carlreg.registration.solve import Maps, solve
+from experiments.confidence.cases import LABELS, Loaded, Task, plan, prepare
+from experiments.made import machine
+
+SIDE = 112
+"""Voxels a side, at most, of the grid on which labels are compared."""
+POINTS = 120
+"""Points of each pair at which local evidence and local truth are kept."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Collect rows in so many processes, until all tasks are done or time is up."""
+    if arguments.workers > 1:
+        words = [sys.executable, *sys.argv, "--worker"]
+        work = [
+            subprocess.Popen([*words, f"{index}/{arguments.workers}", "--workers", "1"])
+            for index in range(arguments.workers)
+        ]
+        codes = [one.wait() for one in work]
+        if any(codes):
+            sys.exit(f"workers ended with {codes}")
+        return
+    began = time.monotonic()
+    device = choose_device(arguments.device)
+    if arguments.of > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.of))
+    models = {"default": load_model(arguments.model, device), "none": load_model("none", device)}
+    models["untrained"] = _untrained(models["default"])
+    tasks = [task for task in plan(arguments.data) if not arguments.sets or task.set in arguments.sets]
+    tasks = [task for task in tasks if not arguments.kinds or task.kind in arguments.kinds]
+    done = _done(arguments.out) if arguments.resume else set()
+    for number, task in enumerate(tasks[: arguments.limit]):
+        if number % arguments.of != arguments.index or number in done:
+            continue
+        if time.monotonic() - began > arguments.seconds:
+            break
+        try:
+            row = collect(arguments.data, task, models, device)
+        except Exception as error:  # one pair must not end the run; the row has the reason
+            row = _named(task) | {"error": f"{type(error).__name__}: {error}"}
+        row = {"number": number, "machine": f"{machine()}, {_accelerator(device)}", **row}
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _done(path: Path) -> set[int]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {json.loads(line)["number"] for line in lines}
+
+
+def _accelerator(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _untrained(model: LoadedModel) -> LoadedModel:
+    """The same architecture with random weights."""
+    torch.manual_seed(0)
+    network = copy.deepcopy(model.network)
+    for module in network.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return replace(model, network=network)
+
+
+def _named(task: Task) -> dict[str, Any]:
+    return {
+        "kind": task.kind,
+        "set": task.set,
+        "split": task.split,
+        "fixed": task.fixed.stem,
+        "moving": task.moving.stem,
+        "subjects": [task.fixed.subject, task.moving.subject],
+        "amount": task.amount,
+        "network": task.network,
+        "no_common_anatomy": task.no_common_anatomy,
+    }
+
+
+def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torch.device) -> dict[str, Any]:
+    """One row: the evidence about a pair, and the truth."""
+    began = time.perf_counter()
+    fixed, moving = prepare(data, task)
+    model = models[task.network]
+    pair = prepare_pair(fixed.image, moving.image, model, device)
+    options = RegisterOptions(device=str(device), **dict(task.options))
+    work = Progress()
+    corner = Image(np.zeros((4, 4, 4), np.uint8), fixed.image.affine)  # the map of the world is not needed here
+    solution = solve(model, pair, options, corner, work)
+    seconds = work.seconds()["total"]
+    assert solution.maps is not None
+    none = task.network == "none"
+    answer = Answer(
+        pair,
+        solution.maps,
+        None if none else model.network,
+        None if none else solution.first,
+        [] if solution.optimization is None else solution.optimization.result.losses,
+    )
+    judged = time.perf_counter()
+    found = gather(answer, Budget.of(seconds, 0.0, full=True))
+    judged = time.perf_counter() - judged
+    truth, points = _compare(task, fixed, moving, pair, solution.maps, found)
+    return _named(task) | {
+        "model": "none" if none else model.provenance["sha256"],
+        "io_sim": solution.io_sim,
+        "evidence": {name: float(f"{value:.5g}") for name, value in found.evidence.to_json().items()},
+        "features": None if found.features is None else [[round(v, 4) for v in one.tolist()] for one in found.features],
+        **truth,
+        "points": points,
+        "seconds": {"registration": seconds, "evidence": round(judged, 3), "all": time.perf_counter() - began},
+    }
+
+
+def _compare(
+    task: Task, fixed: Loaded, moving: Loaded, pair: PreparedPair, maps: Maps, found: Gathered
+) -> tuple[dict[str, float], dict[str, list[float]] | None]:
+    """Dice and surface distances of labels, errors of landmarks and of synthetic truth, before and after; and local
+    evidence beside local truth at some points."""
+
+    def after(points: Matrix) -> Matrix:
+        device = pair.fixed.tensor.device
+        unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), points)).float().to(device)
+        there = maps[0].to(unit)(unit.reshape(1, -1, 3))[0].double().cpu().numpy()
+        return map_points(pair.moving.image.unit_to_world(), there).reshape(np.shape(points))
+
+    scores: dict[str, float] = {}
+    where: list[Matrix] = []
+    errors: list[Matrix] = []
+    if task.no_common_anatomy:
+        return {}, None
+    if fixed.landmarks is not None and moving.landmarks is not None:
+        scores["tre_before_mm"] = float(np.linalg.norm(fixed.landmarks - moving.landmarks, axis=-1).mean())
+        apart = np.linalg.norm(after(fixed.landmarks) - moving.landmarks, axis=-1)
+        scores["tre_mm"] = float(apart.mean())
+        where.append(fixed.landmarks)
+        errors.append(apart)
+    if moving.truth is not None:
+        inside = fixed.image.data > np.percentile(fixed.image.data, 50)
+        voxels = np.argwhere(inside)
+        chosen = voxels[np.random.default_rng(task.seed).permutation(len(voxels))[:POINTS]]
+        points = map_points(fixed.image.affine, chosen)
+        apart = np.linalg.norm(after(points) - moving.truth(points), axis=-1)
+        scores["true_error_mm"] = float(apart.mean())
+        scores["true_error_before_mm"] = float(np.linalg.norm(points - moving.truth(points), axis=-1).mean())
+        where, errors = [points], [apart]
+    if fixed.labels is not None and moving.labels is not None and task.set in LABELS:
+        more, points, apart = _labels(task, fixed.labels, moving.labels, after, pair.fixed.tensor.device)
+        scores |= more
+        if moving.truth is None and len(points):
+            where, errors = [points], [apart]
+    if not where:
+        return scores, None
+    unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), np.concatenate(where))).float()
+    local = {name: _sample(values, unit) for name, values in found.local.items()}
+    return scores, local | {"truth": [round(float(mm), 3) for mm in np.concatenate(errors)]}
+
+
+def _sample(values: Tensor, unit: Tensor) -> list[float]:
+    sampled = interpolate(values[None, None].float(), unit[None].to(values.device))[0, 0]
+    return [float(f"{value:.4g}") for value in sampled.tolist()]
+
+
+def _labels(
+    task: Task, fixed: Image, moving: Image, after: Any, device: torch.device
+) -> tuple[dict[str, float], Matrix, Matrix]:
+    """Scores of labels on a coarse grid, and points on surfaces of the fixed labels with their distances."""
+    shape = tuple(min(n, SIDE) for n in fixed.shape)
+    unit = voxel_points(torch.empty(1, 1, *shape))[0].double().numpy()
+    world = map_points(fixed.unit_to_world(), unit)
+    spacing = [mm * (n - 1) / max(m - 1, 1) for mm, n, m in zip(fixed.spacing, fixed.shape, shape, strict=True)]
+    here, wanted = _at(fixed, world, device), LABELS[task.set]
+    scores: dict[str, float] = {}
+    where: list[Matrix] = []
+    errors: list[Matrix] = []
+    labels = [label for label in wanted if bool((here == label).any()) and (moving.data == label).any()]
+    for when, points in (("before", world), ("after", after(world))):
+        there = _at(moving, points, device)
+        if task.alteration == "half empty":
+            there = torch.where(torch.from_numpy(_not_empty(fixed, world)).to(device), there, 0)
+        scores[f"dice_{when}"] = mean_score(dice(there, here, labels))
+        distances = [mean_surface_distance(there, here, label, spacing=spacing) for label in labels]
+        scores[f"surface_{when}_mm"] = mean_score(dict(enumerate(distances)))
+    for label in labels:
+        mine, other = surface(here == label), surface(there == label)
+        if not bool(other.any()):
+            continue
+        voxels = mine.nonzero()
+        order = torch.randperm(len(voxels), generator=torch.Generator().manual_seed(task.seed))
+        chosen = voxels[order[: POINTS // len(labels)].to(voxels.device)]
+        apart = distance_to(other, spacing)[tuple(chosen.T)]
+        where.append(world[tuple(chosen.cpu().numpy().T)])
+        errors.append(apart.cpu().numpy())
+    both = (np.concatenate(where), np.concatenate(errors)) if where else (np.zeros((0, 3)), np.zeros(0))
+    return {name: value for name, value in scores.items() if math.isfinite(value)}, *both
+
+
+def _not_empty(labels: Image, world: Matrix) -> Matrix:
+    """Whether points lie in the part of the fixed scan that was not emptied, judging by the extent of its labels."""
+    box = np.argwhere(labels.data > 0)
+    if not len(box):
+        return np.ones((1, 1, *world.shape[:-1]), bool)
+    index = map_points(np.linalg.inv(labels.affine), world)
+    return ((index >= box.min(0) - 1) & (index <= box.max(0) + 1)).all(-1)[None, None]
+
+
+def _at(labels: Image, world: Matrix, device: torch.device) -> Tensor:
+    """(1, 1, *shape): labels at points, by the nearest voxel; 0 outside."""
+    index = torch.from_numpy(map_points(np.linalg.inv(labels.affine), world)).round().long().to(device)
+    last = torch.tensor(labels.shape, device=device) - 1
+    inside = ((index >= 0) & (index <= last)).all(-1)
+    data = torch.from_numpy(labels.data.astype(np.int64)).to(device)
+    clamped = torch.minimum(index.clamp(min=0), last)
+    return torch.where(inside, data[tuple(clamped.movedim(-1, 0))], 0)[None, None]

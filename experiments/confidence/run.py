@@ -1,0 +1,60 @@
+"""How far verdicts can be trusted: collect evidence and truth about many pairs, and fit the calibration of a model.
+
+    python experiments/confidence/run.py files ../shared/data                     # the scans that are used
+    python experiments/confidence/run.py collect ../shared/data rows.jsonl --seconds 240 --workers 6
+    python experiments/confidence/run.py fit rows.jsonl
+
+`collect` registers intact pairs of every set and deliberate failures of many kinds, of training subjects and of
+validation subjects, in an order of which every beginning is balanced, and adds a line to the file after each. `fit`
+fits on training subjects, tests on validation subjects, and writes the calibration beside the weights, and results.json
+and plots beside this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("files", help="print the files that collect reads")
+    listing.add_argument("data", type=Path)
+    collecting = commands.add_parser("collect", help="register pairs, and write evidence and truth")
+    collecting.add_argument("data", type=Path)
+    collecting.add_argument("out", type=Path)
+    collecting.add_argument("--seconds", type=float, default=float("inf"))
+    collecting.add_argument("--limit", type=int, help="tasks at most")
+    collecting.add_argument("--sets", nargs="+", default=[])
+    collecting.add_argument("--kinds", nargs="+", default=[])
+    collecting.add_argument("--model", default="default")
+    collecting.add_argument("--device", default="auto")
+    collecting.add_argument("--workers", type=int, default=1, help="processes")
+    collecting.add_argument("--worker", default="0/1", help=argparse.SUPPRESS)
+    collecting.add_argument("--resume", action="store_true", help="skip tasks that the file has")
+    fitting = commands.add_parser("fit", help="fit and test the calibration")
+    fitting.add_argument("rows", type=Path, nargs="+")
+    fitting.add_argument("--model", default="default")
+    arguments = parser.parse_args()
+    if arguments.command == "files":
+        from experiments.confidence.cases import scans
+
+        found = (file for each in scans(arguments.data).values() for scan in each for file in scan.files())
+        print("\n".join(sorted(set(found))))
+    elif arguments.command == "collect":
+        from experiments.confidence import collect
+
+        arguments.index, arguments.of = map(int, arguments.worker.split("/"))
+        collect.run(arguments)
+    else:
+        from experiments.confidence import fit
+
+        fit.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Gather evidence about a registration: the cheap always, the costly within a budget of time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from carlreg.confidence import evidence as measure
+from carlreg.confidence.evidence import Evidence
+from carlreg.explain import Inside
+from carlreg.fast.precision import mixed_precision
+from carlreg.geometry.grids import interpolate
+from carlreg.geometry.resizing import resize, resize_labels
+from carlreg.geometry.transforms import Affine, Transform
+from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
+from carlreg.preparation import Prepared, PreparedPair
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.25
+"""The share of a registration's time that evidence may take, unless all of it is asked for."""
+FINEST = 96
+"""Voxels a side, at most, of the grid on which maps are compared."""
+ATTENTION_SHARE, PROBE_SHARE = 0.35, 0.5
+"""What attention and one probe of the certificate cost, as shares of the time of the network in both directions."""
+
+Maps = tuple[Transform, Transform]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A registration to be judged, in unit coordinates of a prepared pair."""
+
+    pair: PreparedPair
+    maps: Maps
+    """Φ[moving, fixed] and Φ[fixed, moving]: the result."""
+    network: RegistrationAlgorithm | None = None
+    """None if no network was involved."""
+    first: Maps | None = None
+    """The network's own result."""
+    losses: Sequence[dict[str, float]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Evidence, and the maps that some of it comes from: each (*shape) over the fixed image, on a grid of its own."""
+
+    evidence: Evidence
+    local: dict[str, Tensor] = field(default_factory=dict)
+    features: tuple[Tensor, Tensor] | None = None
+    """Pooled features (C,) of the fixed and of the moving image."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many seconds may be spent, and what the network took for both directions."""
+
+    seconds: float
+    network_seconds: float
+
+    @classmethod
+    def of(cls, total: float, network: float, *, full: bool) -> Budget:
+        """A share of the time so far, or no limit."""
+        return cls(float("inf") if full else SHARE * total, network)
+
+
+@torch.no_grad()
+def gather(answer: Answer, budget: Budget) -> Gathered:
+    """Compute evidence about an answer: the cheap in any case; attention and the certificate while time is left."""
+    began = time.perf_counter()
+    seen = _Seen.of(answer)
+    numbers, local = seen.cheap(answer.losses)
+    features = None
+    if answer.network is None or answer.first is None:
+        return Gathered(Evidence(**numbers), local)
+    first = tuple(phi.to(seen.fixed) for phi in answer.first)
+    own = measure.disagreement(first[0], first[1], seen.fixed, seen.size)
+    numbers["network_disagreement_mm"] = seen.average(own)
+    local["network_disagreement"] = own
+    numbers["moved_mm"] = seen.average(measure.difference(seen.maps[0], first[0], seen.fixed, seen.moving_size))
+
+    def affordable(share: float) -> bool:
+        return time.perf_counter() - began + share * budget.network_seconds <= budget.seconds
+
+    try:
+        if _attends(answer.network) and affordable(ATTENTION_SHARE):
+            features = _attention(answer, numbers, local)
+        found: dict[str, list[Tensor]] = {}
+        for name, probe in _probes(answer.pair.moving.tensor, seen.moving_size):
+            if affordable(PROBE_SHARE):
+                found.setdefault(name, []).append(_certificate(answer, first[0], probe, seen.fixed.shape[2:]))
+        for name, maps in found.items():
+            local[name] = torch.stack(maps).mean(0)
+            numbers[f"{name}_mm"], numbers[f"{name}_95_mm"] = seen.quantiles(local[name])
+    except torch.cuda.OutOfMemoryError:
+        logger.warning("the GPU has too little memory for all evidence about the result: some of it is left out")
+    return Gathered(Evidence(**numbers), local, features)
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A pair on a grid of at most `FINEST` voxels a side, and the result on its device."""
+
+    fixed: Tensor
+    moving: Tensor
+    maps: tuple[Transform, ...]
+    inside: Tensor
+    size: list[float]
+    moving_size: list[float]
+
+    @classmethod
+    def of(cls, answer: Answer) -> _Seen:
+        pair = answer.pair
+        fixed, mask = _at_most(pair.fixed)
+        moving, _ = _at_most(pair.moving)
+        maps = tuple(phi.to(fixed) for phi in answer.maps)
+        return cls(fixed, moving, maps, measure.foreground(fixed, mask), _size(pair.fixed), _size(pair.moving))
+
+    def cheap(self, losses: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Evidence that takes no network."""
+        phi, psi = self.maps
+        warped = interpolate(self.moving, phi.on_grid_of(self.fixed), outside="zeros")
+        apart = measure.disagreement(phi, psi, self.fixed, self.size)
+        alike = measure.similarity(warped, self.fixed, self.inside)
+        covered, overlap = measure.overlap(warped, self.inside)
+        scale = 1.0
+        for here, there in zip(self.size, self.moving_size, strict=True):
+            scale *= max(there, 1e-6) / max(here, 1e-6)
+        folds, extreme, volume = measure.volume_change(phi, self.fixed, self.inside, scale)
+        numbers = {
+            "extent_mm": measure.extent(self.inside, self.size),
+            "disagreement_mm": self.average(apart),
+            "similarity": alike.mean,
+            "similarity_excess": alike.excess,
+            "agreement": alike.agreement,
+            "covered": covered,
+            "overlap": overlap,
+            "folds_percent": folds,
+            "extreme_percent": extreme,
+            "volume": volume,
+            "gain": measure.optimisation_gain(losses),
+        }
+        return numbers, {"disagreement": apart, "similarity": alike.squared}
+
+    def average(self, values: Tensor) -> float:
+        return float(values[self.inside].mean())
+
+    def quantiles(self, values: Tensor) -> tuple[float, float]:
+        """The median and the 95th percentile over the foreground."""
+        counted = values[self.inside].float().sort().values
+        return float(counted[len(counted) // 2]), float(counted[int(0.95 * (len(counted) - 1))])
+
+
+def _at_most(one: Prepared) -> tuple[Tensor, Tensor | None]:
+    """What the network sees, and the mask, on at most `FINEST` voxels a side."""
+    shape = [min(n, FINEST) for n in one.tensor.shape[2:]]
+    return resize(one.tensor, shape), None if one.mask is None else resize_labels(one.mask, shape)
+
+
+def _size(one: Prepared) -> list[float]:
+    """Millimetres from the first to the last voxel centre."""
+    shape = one.tensor.shape[2:]
+    return [mm * (n - 1) for mm, n in zip(one.spacing(shape), shape, strict=True)]
+
+
+def _attends(network: RegistrationAlgorithm) -> bool:
+    return any(isinstance(module, CoordinateAttention) for module in network.modules())
+
+
+def _attention(answer: Answer, numbers: dict[str, float], local: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Add the spread and the entropy of attention, and return pooled features."""
+    assert answer.network is not None
+    fixed, moving = answer.pair
+    with mixed_precision(fixed.tensor.device):
+        inside = Inside.of(answer.network, moving.tensor, fixed.tensor)
+        spread = measure.attention_spread(inside, _size(moving))
+    here, there = measure.foreground(inside.fixed), measure.foreground(inside.moving)
+    local["spread"] = spread
+    numbers["spread_mm"] = float(spread[here].mean())
+    numbers["entropy"] = measure.attention_entropy(inside, here)
+    keys = inside.xi.crop(inside.moving_features)
+    return measure.pooled_features(inside.fixed_features, here), measure.pooled_features(keys, there)
+
+
+def _probes(moving: Tensor, size: Sequence[float]) -> list[tuple[str, Affine]]:
+    """Known maps of the moving image that the answer must follow, the most telling first."""
+    return [
+        ("turn", measure.turn_probe(moving, size)),
+        ("shift", measure.shift_probe(moving)),
+        ("turn", measure.turn_probe(moving, size, (-1, 1, -1))),
+        ("shift", measure.shift_probe(moving, -1)),
+    ]
+
+
+def _certificate(answer: Answer, phi: Transform, probe: Affine, shape: Sequence[int]) -> Tensor:
+    assert answer.network is not None
+    moving, fixed = answer.pair.moving.tensor, answer.pair.fixed.tensor
+    with mixed_precision(fixed.device):
+        apart = measure.certificate(answer.network, moving, fixed, phi, probe, _size(answer.pair.moving))
+    return resize(apart[None, None], shape)[0, 0]

@@ -1,0 +1,148 @@
+"""The verdict: good, doubtful, failed or unknown, with reasons that a user can act on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from carlreg.confidence.calibration import SUFFIX, Calibration, read_calibration
+from carlreg.confidence.evidence import Evidence, mahalanobis
+from carlreg.confidence.gather import Gathered
+from carlreg.confidence.numbers import numbers_of
+from carlreg.errors import InputError
+from carlreg.files.results import Confidence, Verdict
+from carlreg.model.loaded import NONE, LoadedModel
+from carlreg.model.shipped import WEIGHTS
+
+MOST_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What of a registration decides whether its evidence can be judged, and how reasons are worded."""
+
+    model_name: str
+    transform: str = "deformable"
+    dim: int = 3
+    io_sim: str | None = None
+    remarks: tuple[str, ...] = ()
+    """Further reasons, such as a header that seems mirrored."""
+
+
+def find_calibration(model: LoadedModel) -> tuple[Calibration | None, str]:
+    """The calibration of a model, or None and the reason why there is none."""
+    name = NONE if model.searches_affine else str(model.provenance.get("name"))
+    source = WEIGHTS / f"{NONE}.safetensors" if model.searches_affine else model.source
+    path = None if source is None else source.with_name(source.stem + SUFFIX)
+    if path is None or not path.is_file():
+        return None, f"no calibration was made for the model {name}"
+    try:
+        calibration = read_calibration(path)
+    except InputError as error:
+        return None, str(error)
+    if calibration.model != (NONE if model.searches_affine else model.provenance.get("sha256")):
+        return None, f"the calibration was made for another version of {name}"
+    return calibration, ""
+
+
+def judge(gathered: Gathered, calibration: Calibration | None, about: Circumstances, why: str = "") -> Confidence:
+    """A verdict on a registration; unknown, with the reason, where nothing was calibrated."""
+    evidence = gathered.evidence
+    if calibration is not None:
+        evidence = with_features(evidence, gathered.features, calibration)
+    unknown = Confidence(verdict="unknown", evidence=evidence.to_json())
+    if about.dim == 1:
+        return replace(unknown, reasons=("images with one axis cannot be judged", *about.remarks))
+    if about.transform != "deformable":
+        reason = f"only deformable transforms can be judged, and this one is {about.transform}"
+        return replace(unknown, reasons=(reason, *about.remarks))
+    if calibration is None:
+        return replace(unknown, reasons=(why, *about.remarks))
+    numbers = numbers_of(evidence.to_json())
+    probability = calibration.probability(numbers)
+    if math.isnan(probability):
+        return replace(unknown, reasons=("too little evidence could be computed", *about.remarks))
+    error = calibration.expected_error(numbers, evidence.extent_mm)
+    verdict: Verdict = (
+        "good" if probability < calibration.good else "failed" if probability > calibration.failed else "doubtful"
+    )
+    if about.remarks and verdict == "good":
+        verdict = "doubtful"
+    found = reasons(evidence, calibration.contributions(numbers), about) if verdict != "good" else []
+    if verdict != "good" and not found and not about.remarks:
+        found = ["no single number is unusual, but together they are"]
+    return Confidence(
+        verdict=verdict,
+        expected_error_mm=error if math.isfinite(error) else None,
+        failure_probability=probability,
+        reasons=(*about.remarks, *found),
+        evidence=evidence.to_json(),
+    )
+
+
+def with_features(evidence: Evidence, features: tuple[Tensor, Tensor] | None, calibration: Calibration) -> Evidence:
+    """Add the distances of the pooled features from those of training, and from one another."""
+    if features is None or not calibration.kinds or len(calibration.deviation) != len(features[0]):
+        return evidence
+    fixed, moving = (one.double().cpu() for one in features)
+    deviation = torch.tensor(list(calibration.deviation), dtype=torch.float64)
+    means = [torch.tensor(list(mean), dtype=torch.float64) for mean in calibration.kinds.values()]
+    novelty = max(min(mahalanobis(one, mean, deviation) for mean in means) for one in (fixed, moving))
+    return replace(evidence, novelty=novelty, kinship=mahalanobis(fixed, moving, deviation))
+
+
+def reasons(evidence: Evidence, contributions: Mapping[str, float], about: Circumstances) -> list[str]:
+    """The strongest unusual evidence, in words."""
+    unusual = sorted(
+        (name for name, value in contributions.items() if value > 0), key=lambda name: -contributions[name]
+    )
+    words = list(dict.fromkeys(text for name in unusual if (text := _word(name, evidence, about))))
+    return words[:MOST_REASONS]
+
+
+def _word(name: str, evidence: Evidence, about: Circumstances) -> str:
+    apart = [mm for mm in (evidence.disagreement_mm, evidence.network_disagreement_mm) if not math.isnan(mm)]
+    values = vars(evidence) | {
+        "model": about.model_name,
+        "apart_mm": max(apart, default=math.nan),
+        "uncovered_percent": 100 * (1 - evidence.covered),
+        "overlap_percent": 100 * evidence.overlap,
+        "gain_percent": 100 * evidence.gain,
+        "advice": ": use --io-sim mind, or leave it at auto" if about.io_sim in ("lncc", "ssd") else "",
+    }
+    return WORDS.get(name, "").format(**values)
+
+
+_DIRECTIONS = "the two directions disagree by {apart_mm:.1f} mm"
+_TURN = "the answer changes by {turn_mm:.1f} mm if the moving image is turned slightly"
+_SHIFT = "the answer changes by {shift_mm:.1f} mm if the moving image is shifted slightly"
+_ATTENTION = "attention is spread over {spread_mm:.0f} mm: the network found no clear matches"
+_ALIKE = "the registered images are hardly more similar than in wrong alignments"
+_VOLUME = "volumes change by more than a factor of 4 in {extreme_percent:.1f} % of the image"
+WORDS = {
+    "disagreement": _DIRECTIONS,
+    "network_disagreement": _DIRECTIONS,
+    "turn": _TURN,
+    "turn_95": _TURN,
+    "shift": _SHIFT,
+    "shift_95": _SHIFT,
+    "spread": _ATTENTION,
+    "entropy": _ATTENTION,
+    "dissimilarity": _ALIKE,
+    "no_excess": _ALIKE,
+    "contrast": "the two contrasts differ{advice}",
+    "uncovered": "no common anatomy in {uncovered_percent:.0f} % of the fixed image",
+    "no_overlap": "the outlines of the two scans overlap by {overlap_percent:.0f} % only",
+    "folds": _VOLUME,
+    "extreme": _VOLUME,
+    "volume": _VOLUME,
+    "gain": "the optimisation removed {gain_percent:.0f} % of the loss: the network was far off",
+    "moved": "the optimisation moved the network's answer by {moved_mm:.1f} mm",
+    "novelty": "outside what {model} was trained on",
+    "kinship": "the two scans seem to show different anatomy, or very different contrasts",
+}
+"""What each number means to a user."""
