@@ -43,7 +43,8 @@ needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium")
 
 
 class Page:
-    """One tab. `requests` are the addresses it asked for; `complaints` are errors and warnings on its console."""
+    """One tab. `requests` are the addresses it asked for since `open`; `complaints` are errors and warnings on its
+    console."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive, self._rest, self._number = send, receive, b"", 0
@@ -102,6 +103,8 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.requests.clear()
+        self.complaints.clear()
         self.call("Page.navigate", url=url)
 
     def get(self, expression: str) -> Any:
@@ -123,17 +126,40 @@ class Page:
         """Wait until everything is drawn."""
         self.get("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
-    def click(self, x: float, y: float) -> None:
-        """Click at a position of the window."""
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            button = "none" if kind == "mouseMoved" else "left"
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
+    def mouse(self, kind: str, x: float, y: float, button: str = "left", **more: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, **more)
+
+    def click(self, x: float, y: float, count: int = 1) -> None:
+        """Click at a position of the window, twice if `count` is 2."""
+        self.mouse("mouseMoved", x, y, "none")
+        for number in range(1, count + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.mouse(kind, x, y, clickCount=number)
+
+    def drag(self, x: float, y: float, across: float, down: float) -> None:
+        """Press at a position, move and release."""
+        self.mouse("mouseMoved", x, y, "none")
+        self.mouse("mousePressed", x, y, clickCount=1)
+        for part in (0.5, 1):
+            self.mouse("mouseMoved", x + part * across, y + part * down, buttons=1)
+        self.mouse("mouseReleased", x + across, y + down, clickCount=1)
+
+    def wheel(self, x: float, y: float, down: float) -> None:
+        """Turn the wheel at a position; a notch is 100."""
+        self.mouse("mouseWheel", x, y, "none", deltaX=0, deltaY=down)
 
     def key(self, name: str) -> None:
-        """Press and release an arrow key."""
-        codes = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        """Press and release a key."""
+        codes = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Escape": 27}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=codes[name])
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a select, as a user does."""
+        self.get(
+            f"((one) => {{ one.value = {value!r}; one.dispatchEvent(new Event('change', {{bubbles: true}})); }})"
+            f"(document.querySelector({selector!r}))"
+        )
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Left, top, width and height of an element in the window, after scrolling to it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: kernels run on the CPU, step by step
 
+from browser import WEBGL, Page, chromium
 from torch import Tensor, nn
 
 from carlreg.files.tables import COLUMNS, Pair
@@ -28,6 +29,13 @@ SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tab() -> Iterator[Page]:
+    """One browser for all tests that can share it. `open` forgets the requests and complaints of the page before."""
+    with chromium(*WEBGL) as page:
+        yield page
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

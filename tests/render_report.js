@@ -29,14 +29,14 @@ function decode(uri) {
   return { rgba, width };
 }
 
-for (const name of ["fixed", "warped", "moving", "jacobian", "certainty"]) {
+for (const name of ["fixed", "warped", "moving", "jacobian", "certainty", "fixed_labels"]) {
   if (!data[name]) continue;
   const picture = decode(data[name].png);
   data[name].levels = page.unpack(picture.rgba, picture.width, data[name]);
 }
 data.map.lattice = page.unpackMap(data.map, (t) => Buffer.from(t, "base64").toString("latin1"));
-const state = { point: JSON.parse(process.argv[4]), window: Object.keys(data.fixed.windows)[0], mix: 50 };
-const views = ["fixed", "moving", "warped", "blend", "checkerboard", "difference", "grid", "jacobian"];
+const state = { point: JSON.parse(process.argv[4]), window: Object.keys(data.fixed.windows)[0], mix: 50, level: { shift: 0, stretch: 1 } };
+const views = ["fixed", "moving", "warped", "blend", "edges", "checkerboard", "difference", "grid", "jacobian"];
 if (data.certainty) views.push("certainty");
 const panels = [];
 const planes = page.PLANES[data.dim];
@@ -49,5 +49,7 @@ const moved = page.transform(data, state.point);
 const [x, y] = page.onScreen(data.fixed, planes[0], state.point);
 process.stdout.write(JSON.stringify({
   point: state.point, moved, fixedWorld: page.world(data.fixed, state.point), movingWorld: page.world(data.moving, moved),
-  clicked: page.fromScreen(data.fixed, planes[0], state.point, x, y), panels,
+  clicked: page.fromScreen(data.fixed, planes[0], state.point, x, y), inverted: page.invert(data, moved), panels,
+  grid: planes.map((plane) => page.gridLines(data, plane, state.point)),
+  outlines: data.fixed_labels ? [...page.outlines(data.fixed_labels, planes[0], state.point)] : [],
 }));

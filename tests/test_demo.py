@@ -71,7 +71,7 @@ def test_the_command(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     report = json.loads((out / "demo.json").read_text(encoding="utf-8"))
     assert sorted(os.listdir(out)) == ["demo.json", "pair", "shifted"]
     for name in ("pair", "shifted"):
-        assert sorted(os.listdir(out / name)) == sorted({*FILES, *PICTURES, "report.html"})
+        assert sorted(os.listdir(out / name)) == sorted({*FILES, *PICTURES, "report.html", "warped_seg.nii.gz"})
         assert str(out / name / "report.html") in printed
         for when in ("before", "after"):
             assert f"{report[name][when]['dice']:.3f}" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -21,12 +22,14 @@ from carlreg.files.results import InputRecord, Report
 from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.display import display_grid
+from carlreg.show.report.curves import plot_losses
 from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, volume, voxel_points
 
 sitk = pytest.importorskip("SimpleITK")
 PROGRAM = Path(report.__file__).parent / "page.js"
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's program")
 
+FLIP = np.array([-1.0, -1.0, 1.0])
 CENTRE = np.array([15.0, -12.0, 10.0])  # LPS: to the left, in front, above
 
 
@@ -141,7 +144,7 @@ def test_noise_fits() -> None:
     picture = len(str(volume(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
     side = round(MAP_VOXELS ** (1 / 3))
     overlay = len(str(volume(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
-    assert 3 * picture + 2 * overlay + 4 / 3 * 6 * LATTICE**3 < 7.5e6
+    assert 3 * picture + 2 * overlay + 4 / 3 * 6 * LATTICE**3 < 11e6
     thin = Image(np.zeros((900, 800, 30), np.int16), affine(np.eye(3), (0.5, 0.5, 5.0), (900, 800, 30)))
     assert np.prod(display_grid(thin, VOXELS).shape) <= VOXELS
 
@@ -180,7 +183,9 @@ def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     expected = pair.transform(np.array(result["fixedWorld"]) * flip) * flip
     assert np.abs(np.array(result["movingWorld"]) - expected).max() < 0.1
     assert np.allclose(result["clicked"], result["point"])
-    for name in ("moving", "warped", "blend", "checkerboard", "difference", "grid", "jacobian", "certainty"):
+    assert result["inverted"]["error"] < 0.02
+    assert np.abs(np.array(result["inverted"]["point"]) - result["point"]).max() < 1e-3
+    for name in ("moving", "warped", "blend", "edges", "checkerboard", "difference", "grid", "jacobian", "certainty"):
         assert result["panels"]["coronal", name].std() > 0, name
     # A shift changes no volume: the map of it is white times the picture, and magenta nowhere.
     jacobian = result["panels"]["axial", "jacobian"].astype(int)
@@ -196,6 +201,76 @@ def test_the_program_marks_folds(tmp_path: Path) -> None:
     panel = result["panels"]["axial", "jacobian"].astype(int)
     magenta = (panel[..., 0] == 255) & (panel[..., 1] == 0) & (panel[..., 2] == 220)
     assert 0.05 < magenta.mean() < 0.5
+
+
+@needs_node
+def test_the_grid_is_that_of_the_moving_image(tmp_path: Path) -> None:
+    """A shift keeps its lines straight and equally far apart; every line of a bent grid lies on a whole multiple."""
+    result = drawn(report.write(registration(shift), tmp_path / "r.html"), [0.5, 0.5, 0.5])
+    segments = np.array(result["grid"][0])
+    steps = np.abs(segments[:, :2] - segments[:, 2:])
+    assert steps.min(axis=1).max() < 1e-3  # along one of the axes
+    for axis in (0, 1):
+        places = np.unique(segments[steps[:, axis] < 1e-3, axis].round(2))
+        assert len(places) >= 8
+        assert np.diff(places).max() - np.diff(places).min() < 0.05
+    pair = registration(bend)
+    result = drawn(report.write(pair, tmp_path / "bent.html"), [0.5, 0.5, 0.5])
+    segments = np.array(result["grid"][0])
+    turned = to_closest_ras(pair.fixed)
+    shape = display_grid(turned, VOXELS).shape
+    unit = np.concatenate(
+        [1 - (segments[:, :2] - 0.5) / (np.array(shape[:2]) - 1), np.full((len(segments), 1), 0.5)], 1
+    )
+    moved = map_points(
+        to_closest_ras(pair.moving).world_to_unit(), pair.transform(map_points(turned.unit_to_world(), unit))
+    )
+    sides = [n * s for n, s in zip(display_grid(to_closest_ras(pair.moving), VOXELS).shape, (2.0, 2.0), strict=False)]
+    lines = [round(16 * side / max(sides)) for side in sides]
+    off = np.min([np.abs(moved[:, a] * lines[a] - np.rint(moved[:, a] * lines[a])) for a in (0, 1)], axis=0)
+    assert off.max() < 0.15
+
+
+@needs_node
+def test_outlines_are_the_borders_of_labels(tmp_path: Path) -> None:
+    """As long as the borders between unequal neighbours, counted voxel by voxel."""
+    rng = np.random.default_rng(0)
+    pair = registration(shift)
+    data = rng.integers(0, 4, pair.fixed.shape).astype(np.uint8) * 50
+    labels = Image(data, pair.fixed.affine)
+    pair = dataclasses.replace(pair, fixed_labels=labels)
+    result = drawn(report.write(pair, tmp_path / "r.html"), [0.5, 0.5, 0.5])
+    found = dict(result["outlines"])
+    total = sum(abs(x1 - x0) + abs(y1 - y0) for lines in found.values() for x0, y0, x1, y1 in lines)
+    turned = to_closest_ras(labels)
+    shape = display_grid(turned, VOXELS).shape
+    near = np.ix_(*(np.rint(np.linspace(0, n - 1, m)).astype(int) for n, m in zip(turned.shape, shape, strict=True)))
+    level = int(np.floor(0.5 * (shape[2] - 1) + 0.5))
+    picture = np.pad(turned.data[near][:, :, level], 1)
+    assert set(found) == {1, 2, 3}
+    assert total == (np.diff(picture, axis=0) != 0).sum() + (np.diff(picture, axis=1) != 0).sum()
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 0.1, 0.01, 0.001], [0.5, 0.49, 0.48, 0.47], [0.2, 0.0, -0.1, -0.15], [0.0] * 4]
+)
+def test_the_loss_is_drawn_on_a_logarithmic_axis(values: list[float]) -> None:
+    plot = plot_losses([{"total": value, "level": n // 2} for n, value in enumerate(values)])
+    assert plot is not None
+    points = np.array([[float(c) for c in point.split(",")] for point in plot.curves["total"].split()])
+    assert list(plot.curves) == ["total"]
+    assert (np.diff(points[:, 0]) > 0).all()
+    assert np.array_equal(np.sign(np.diff(points[:, 1])), -np.sign(np.diff(values)))  # downwards on the screen
+    assert plot.levels == [(points[1, 0] + points[2, 0]) / 2]
+    assert [text for _, text in plot.steps] == ["1", "2", "3", "4"]
+    heights = [y for y, _ in plot.rows]
+    assert len(heights) >= 2 or len(set(values)) == 1
+    assert all(8 <= y <= 192 for y in heights)
+    assert heights == sorted(heights, reverse=True)
+    if values[0] == 1.0:  # powers of ten are equally far apart
+        assert np.ptp(np.diff(points[:, 1])) < 0.2
+    assert plot_losses([{"total": 1.0}]) is None
+    assert plot_losses([{"total": 1.0}, {"total": float("nan")}]) is None
 
 
 @needs_node
@@ -224,57 +299,240 @@ def bend(points: np.ndarray) -> np.ndarray:
     return points + 5 * np.sin(points[..., ::-1] / 25) + np.array([4.0, -3.0, 6.0])
 
 
+class Screen:
+    """Where voxels should be on the screen: both images at the same scale, as large as all panels allow."""
+
+    def __init__(self, page: Page, pair: Registration) -> None:
+        self.page = page
+        self.images = {side: to_closest_ras(getattr(pair, side)) for side in ("fixed", "moving")}
+        self.grids = {side: display_grid(image, VOXELS) for side, image in self.images.items()}
+        boxes = page.get(
+            "Array.from(document.querySelectorAll('.plane figure'), (f) => { const b = f.getBoundingClientRect();"
+            " return [b.left, b.top, b.width, b.height]; })"
+        )
+        self.boxes = np.array(boxes).reshape(3, 3, 4)  # plane, image, box
+
+    def position(self, side: str, plane: int, index: tuple[int, int]) -> tuple[float, float]:
+        """The position of column and row of the picture of a plane."""
+        axes = [(0, 1), (0, 2), (1, 2)]
+        sizes = {name: np.array(grid.shape) * grid.spacing for name, grid in self.grids.items()}
+        most = np.maximum(sizes["fixed"], sizes["moving"])
+        scale = min(self.boxes[p, 0, 2 + n] / most[axes[p][n]] for p in range(3) for n in (0, 1))
+        left, top, width, height = self.boxes[plane, 0 if side == "fixed" else 2]
+        pixel = scale * np.array(self.grids[side].spacing)[list(axes[plane])]
+        corner = (np.array([width, height]) - scale * sizes[side][list(axes[plane])]) / 2
+        return tuple(np.array([left, top]) + corner + (np.array(index) + 0.5) * pixel)
+
+
+def shown_points(page: Page) -> np.ndarray:
+    """The fixed and the moving point (2, 3) that the page shows, LPS."""
+    words = page.get("document.getElementById('where').textContent")
+    return np.array([float(n) for n in re.findall(r"-?[0-9]+\.[0-9]", words)]).reshape(2, 3) * FLIP
+
+
+def slices(page: Page) -> list[int]:
+    return page.get("Array.from(document.querySelectorAll('.plane input'), (one) => Number(one.value))")
+
+
+def show(page: Page, path: Path, **size: int) -> None:
+    page.open(path.as_uri(), **{"width": 1400, "height": 900} | size)
+    page.wait("document.body.dataset.ready")
+    page.settle()
+
+
+@pytest.fixture(scope="module")
+def bent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Registration]:
+    pair = registration(bend, warnings=("the match is doubtful",))
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    return report.write(pair, path, spread=pair.fixed, dice={"liver": (0.1, 0.875)}), pair
+
+
 @pytest.mark.browser
 @needs_browser
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """The slider moves the slice, a click selects the voxel under it, and there are no requests and no errors."""
-    pair = registration(bend, warnings=("the match is doubtful",))
-    path = report.write(pair, tmp_path / "report.html", spread=pair.fixed, dice={"liver": (0.1, 0.875)})
-    turned = to_closest_ras(pair.fixed)
-    nx, ny, nz = display_grid(turned, VOXELS).shape
-    with chromium() as page:
-        page.open(path.as_uri())
-        page.wait("document.body.dataset.ready")
-        page.settle()
-        assert page.get("document.querySelectorAll('.plane canvas').length") == 9
+def test_the_page_in_a_browser(tab: Page, bent: tuple[Path, Registration]) -> None:
+    """Three planes on one screen; a click selects the voxel under it; there are no requests and no errors."""
+    path, pair = bent
+    show(tab, path)
+    screen = Screen(tab, pair)
+    assert tab.get("document.querySelectorAll('.plane canvas').length") == 9
+    assert (screen.boxes[..., 1] + screen.boxes[..., 3]).max() <= 900
+    assert tab.get("document.getElementById('sides').getBoundingClientRect().bottom") <= 900
+    assert len({pixels(tab, canvas) for canvas in range(3)}) == 3
 
-        before = [pixels(page, canvas) for canvas in range(3)]
-        assert len(set(before)) == 3
-        page.get("document.querySelector('.plane input').focus()")
-        for _ in range(4):
-            page.key("ArrowRight")
-        page.settle()
-        level = nz // 2 + 4  # half of nz − 1, rounded up
-        assert page.get("Number(document.querySelector('.plane input').value)") == level
-        assert all(pixels(page, canvas) != old for canvas, old in enumerate(before))
+    # Radiological, front at the top: column c of the axial picture is nx − 1 − c along the array, row r the like.
+    (nx, ny, _), (column, row) = screen.grids["fixed"].shape, (20, 13)
+    tab.click(*screen.position("fixed", 0, (column, row)))
+    tab.settle()
+    here, there = shown_points(tab)
+    expected = map_points(screen.grids["fixed"].unit_to_world(), [1 - column / (nx - 1), 1 - row / (ny - 1), 0.5])
+    assert np.abs(here - expected).max() < 0.4  # the mouse knows whole pixels; a voxel is 2 mm
+    assert np.abs(there - pair.transform(here)).max() < 0.2  # two roundings
 
-        # Radiological, front at the top: column c of the axial picture is nx − 1 − c along the array, row r the like.
-        column, row = nx // 3, ny // 4
-        left, top, width, tall = page.box(".plane canvas")
-        page.click(left + (column + 0.5) * width / nx, top + (row + 0.5) * tall / ny)
-        page.settle()
-        words = page.get("document.getElementById('where').textContent")
-        shown = np.array([float(n) for n in re.findall(r"-?[0-9]+\.[0-9]", words)]).reshape(2, 3)
-        unit = [1 - column / (nx - 1), 1 - row / (ny - 1), level / (nz - 1)]
-        flip = np.array([-1, -1, 1])
-        here = map_points(turned.unit_to_world(), unit)
-        assert np.abs(shown[0] - here * flip).max() < 0.3  # the mouse knows whole pixels; a voxel is 2 mm
-        assert np.abs(shown[1] - pair.transform(shown[0] * flip) * flip).max() < 0.2  # two roundings
+    before = tab.get("document.getElementById('where').textContent")
+    tab.get("document.getElementById('frame').click()")
+    tab.settle()
+    assert tab.get("document.getElementById('frame').textContent") == "LPS"
+    numbers = [
+        re.findall(r"-?[0-9]+\.[0-9]", text)
+        for text in (before, tab.get("document.getElementById('where').textContent"))
+    ]
+    ras, lps = (np.array(words, float).reshape(2, 3) for words in numbers)
+    assert np.array_equal(ras * FLIP, lps)
 
-        views = page.get("Array.from(document.getElementById('view').options, (o) => o.value)")
-        pictures = set()
-        for view in views:
-            page.get(f"((s) => {{ s.value = '{view}'; s.onchange({{target: s}}); }})(document.getElementById('view'))")
-            page.settle()
-            pictures.add(pixels(page, 1))
-        assert len(pictures) == len(views) == 7
-        assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
-        assert page.complaints == []
+    views = tab.get("Array.from(document.getElementById('view').options, (o) => o.value)")
+    pictures = set()
+    for view in views:
+        tab.choose("#view", view)
+        if view == "flicker":
+            tab.wait("document.querySelectorAll('figcaption')[1].textContent === 'flicker: fixed'")
+        tab.settle()
+        pictures.add(pixels(tab, 1))
+    assert len(pictures) == len(views) == 9
+    assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
+    assert tab.complaints == []
 
-        page.open(path.as_uri(), width=390, height=844, dark=True)
-        page.wait("document.body.dataset.ready")
-        assert page.get("document.documentElement.scrollWidth") == 390  # nothing sticks out on a phone
-        assert page.get("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    show(tab, path, width=390, height=844)
+    assert tab.get("document.documentElement.scrollWidth") == 390  # nothing sticks out on a phone
+    assert tab.get("Array.from(document.querySelectorAll('figure')).every((f) => f.clientHeight > 60)")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_click_in_the_moving_image(tab: Page, bent: tuple[Path, Registration]) -> None:
+    path, pair = bent
+    show(tab, path)
+    screen = Screen(tab, pair)
+    (nx, ny, _), (column, row) = screen.grids["moving"].shape, (12, 18)
+    _, before = shown_points(tab)
+    tab.click(*screen.position("moving", 0, (column, row)))
+    tab.settle()
+    here, there = shown_points(tab)
+    expected = map_points(screen.grids["moving"].unit_to_world(), [1 - column / (nx - 1), 1 - row / (ny - 1), 0.5])
+    assert np.abs(there - expected)[:2].max() < 0.4
+    assert abs(there[2] - before[2]) < 0.2  # in the plane that is shown
+    assert np.abs(there - pair.transform(here)).max() < 0.2
+
+
+@pytest.mark.browser
+@needs_browser
+def test_wheel_keys_drag_and_zoom(tab: Page, bent: tuple[Path, Registration]) -> None:
+    path, pair = bent
+    show(tab, path)
+    screen, start = Screen(tab, pair), slices(tab)
+    x, y = screen.position("fixed", 1, (20, 13))
+    for turns, down in ((3, -100), (1, 100)):
+        for _ in range(turns):
+            tab.wheel(x, y, down)
+            tab.settle()
+    assert slices(tab) == [start[0], start[1] + 2, start[2]]  # of the plane under the mouse
+    tab.key("ArrowDown")
+    tab.key("ArrowDown")
+    tab.key("ArrowRight")
+    tab.settle()
+    assert slices(tab) == [start[0], start[1] + 1, start[2]]
+    assert tab.get("scrollY") == 0
+
+    plain, window = pixels(tab, 3), tab.get("document.getElementById('window').value")
+    point = shown_points(tab)
+    tab.drag(x, y, 60, 40)
+    tab.settle()
+    assert pixels(tab, 3) != plain
+    assert "width" in tab.get("document.getElementById('window').selectedOptions[0].textContent")
+    assert np.array_equal(shown_points(tab), point)  # a drag is not a click
+    tab.key("Escape")
+    tab.settle()
+    assert tab.get("document.getElementById('window').value") == window
+    assert pixels(tab, 3) == plain
+
+    x, y = screen.position("fixed", 1, (15, 20))
+    tab.click(x, y, count=2)
+    tab.settle()
+    point = shown_points(tab)[0]
+    # Three times as large about the point that was clicked: 30 pixels are 10 of before.
+    left, top, width, height = screen.boxes[1, 0]
+    voxel = screen.position("fixed", 1, (1, 0))[0] - screen.position("fixed", 1, (0, 0))[0]
+    tab.click(left + width / 2, top + height / 2)
+    tab.settle()
+    middle = shown_points(tab)[0]
+    assert np.abs(middle - point).max() < 1.5
+    tab.click(left + width / 2 + 30, top + height / 2)
+    tab.settle()
+    moved = np.abs(shown_points(tab)[0] - middle)
+    assert moved.max() == pytest.approx(10 * screen.grids["fixed"].spacing[0] / voxel, abs=0.5)
+    tab.click(left + width / 2, top + height / 2, count=2)
+    tab.settle()
+    tab.click(*screen.position("fixed", 1, (15, 20)))
+    tab.settle()
+    assert np.abs(shown_points(tab)[0] - point).max() < 0.4
+    assert tab.complaints == []
+
+
+def structures(count: int = 138) -> Registration:
+    """A registration with so many labels, numbered with gaps, in a block amid background."""
+    pair = registration(shift)
+    numbers = np.arange(4, 4 + 3 * count, 3)
+
+    def labels(image: Image) -> Image:
+        data = np.zeros(image.shape, np.uint16)
+        inner = tuple(slice(n // 4, n - n // 4) for n in image.shape)
+        block = data[inner]
+        data[inner] = numbers[(np.arange(block.size) * count // block.size).reshape(block.shape)]
+        return Image(data, image.affine)
+
+    scores = {int(n): float(0.3 + 0.5 * np.sin(k) ** 2) for k, n in enumerate(numbers)}
+    record = dataclasses.replace(
+        pair.record,
+        dice={"before": {n: score / 2 for n, score in scores.items()}, "after": scores},
+        label_names={int(n): f"structure {n}" for n in numbers},
+    )
+    maps = {"labels": labels(pair.fixed), "fixed_labels": labels(pair.fixed), "moving_labels": labels(pair.moving)}
+    return dataclasses.replace(pair, record=record, **maps)
+
+
+@pytest.mark.browser
+@needs_browser
+def test_labels_of_138_structures(tab: Page, tmp_path: Path) -> None:
+    pair = structures()
+    show(tab, report.write(pair, tmp_path / "report.html"))
+    assert tab.get("document.querySelector('#labels').open") is False  # folded
+    assert "138 structures" in tab.get("document.querySelector('#labels summary').textContent")
+    tab.get("document.querySelector('#labels summary').click()")
+    assert tab.get("document.querySelectorAll('#labels tbody tr').length") == 138
+    after = "Array.from(document.querySelectorAll('#labels tbody tr'), (row) => Number(row.cells[2].dataset.value))"
+    for order in (sorted(tab.get(after), reverse=True), sorted(tab.get(after))):
+        tab.get("document.querySelectorAll('#labels th button')[2].click()")
+        assert tab.get(after) == order
+
+    assert tab.complaints == []
+
+    # Outlines are coloured, and stay inside the block: the background remains grey.
+    screen = Screen(tab, pair)
+    colours = "(() => { const c = document.querySelector('.plane canvas').getContext('2d');"
+    colours += " const d = c.getImageData(X, Y, W, H).data; let n = 0;"
+    colours += " for (let i = 0; i < d.length; i += 4) n += Math.abs(d[i] - d[i + 1]) > 40; return n; })()"
+
+    def coloured(first: tuple[int, int], last: tuple[int, int]) -> int:
+        (x0, y0), (x1, y1) = (screen.position("fixed", 0, corner) for corner in (first, last))
+        left, top = screen.boxes[0, 0, :2]
+        numbers = {"X": round(x0 - left), "Y": round(y0 - top), "W": round(x1 - x0), "H": round(y1 - y0)}
+        return tab.get(re.sub(r"\b[XYWH]\b", lambda m: str(numbers[m[0]]), colours))
+
+    nx, ny, _ = screen.grids["fixed"].shape
+    assert coloured((nx // 3, ny // 3), (nx // 2 - 1, ny // 2 - 1)) > 50
+    assert coloured((1, 1), (nx // 5, ny // 5)) == 0
+    tab.get("document.getElementById('contours').click()")
+    tab.settle()
+    assert coloured((nx // 3, ny // 3), (nx // 2 - 1, ny // 2 - 1)) == 0
+    tab.get("document.getElementById('contours').click()")
+
+    # A row leads to its structure, whose name is shown; so does the mouse.
+    row = "document.querySelector('#labels tr[data-label=\"100\"]')"
+    assert tab.get(f"getComputedStyle({row}.querySelector('.swatch')).backgroundColor") != "rgba(0, 0, 0, 0)"
+    tab.get(f"{row}.click()")
+    tab.settle()
+    assert "fixed: structure 100" in tab.get("document.getElementById('structure').textContent")
+    index = map_points(np.linalg.inv(pair.fixed.affine), shown_points(tab)[0])
+    assert pair.fixed_labels.data[tuple(np.rint(index).astype(int))] == 100
 
 
 @pytest.mark.browser

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,14 @@ class SyntheticPair:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("fixed", "moving", "fixed_labels", "moving_labels"):
             images.write(getattr(self, name), folder / f"{name}.nii.gz", overwrite=overwrite)
+
+    def with_labels(self, result: Registration) -> Registration:
+        """A result of this pair with the labels and their names, to be shown."""
+        warped = world_transform.apply(result.transform, self.moving_labels, self.fixed, "nearest")
+        record = replace(result.record, label_names={label: name for name, label in LABELS.items()})
+        return replace(
+            result, record=record, labels=warped, fixed_labels=self.fixed_labels, moving_labels=self.moving_labels
+        )
 
     def in_view(self, points: Matrix) -> npt.NDArray[np.bool_]:
         """Whether the moving image shows the true counterparts of fixed world points (..., D)."""
@@ -161,7 +169,8 @@ def run(
         pairs[name].save(folder / name, overwrite=overwrite)
         before, after = (report[name][when]["dice_of"] for when in ("before", "after"))
         overlap = {organ: (before[organ], after[organ]) for organ in after}
-        results[name].save(folder / name, overwrite=overwrite, extra={PAGE: page(results[name], dice=overlap)})
+        result = pairs[name].with_labels(results[name])
+        result.save(folder / name, overwrite=overwrite, extra={PAGE: page(result, dice=overlap)})
     report["seconds"] = round(time.perf_counter() - started, 1)
     write_atomically(folder / SUMMARY, (json.dumps(report, indent=2) + "\n").encode())
     return report

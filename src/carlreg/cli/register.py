@@ -59,6 +59,11 @@ class Outputs:
     transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm."] = None
     warped_moving_out: Annotated[Some, "A file for the warped moving image alone."] = None
     html: Annotated[bool, "Write report.html, which shows the result in a browser."] = True
+    label_names: Annotated[
+        Some,
+        "Names of the labels, for the report and the viewer: a CSV file with the columns label,name, a colour table of "
+        "FreeSurfer or ITK-SNAP, or freesurfer, btcv, amos, acdc, hippocampus or totalsegmentator.",
+    ] = None
     ants_warp: Annotated[bool, "Also write warp.nii.gz, the transform as ANTs writes it.", "--ants-warp"] = False
     full_precision: Annotated[
         bool, "Do not round the stored transforms, to 0.01 mm: the files are larger.", "--full-precision"
@@ -69,6 +74,12 @@ class Outputs:
         """The folder and files that were given, by name."""
         given = {"out": self.out, "transform_out": self.transform_out, "warped_moving_out": self.warped_moving_out}
         return {name: path for name, path in given.items() if path is not None}
+
+    def names(self) -> dict[int, str]:
+        """The names of the labels, if there are any."""
+        from carlreg.files.label_names import read_names
+
+        return {} if self.label_names is None else read_names(self.label_names)
 
     def check(self) -> None:
         """Refuse what cannot be written, before any work is done for it."""
@@ -137,7 +148,7 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     from carlreg.show import report
 
     outputs.check()
-    overwrite = outputs.overwrite
+    overwrite, names = outputs.overwrite, outputs.names()
     with working("reading") as show:
         steps = _steps(options)
         result = register_pair(
@@ -147,6 +158,7 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
             progress=lambda part: show(description=part, completed=0, total=None),
             callback=lambda number, _: show(completed=number, total=max(number, steps)),
         )
+        result = replace(result, record=replace(result.record, label_names=names))
         show(description="writing", completed=0, total=None)
         if outputs.out is not None:
             extra = {PAGE: lambda: report.page(result)} if outputs.html else None

@@ -129,6 +129,8 @@ class Report:
     metrics: Mapping[str, float] = field(default_factory=dict)
     dice: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """"before" and "after": the Dice overlap of each label, where both images had labels."""
+    label_names: Mapping[int, str] = field(default_factory=dict)
+    """Names of labels, if they were given."""
     losses: Sequence[Mapping[str, float]] = ()
     """Total, similarity and regularity at each step of the optimisation."""
     warnings: Sequence[str] = ()
@@ -146,6 +148,7 @@ class Report:
             name: {key: value for key, value in described.items() if value is not None}
             for name, described in values["inputs"].items()
         }
+        values["label_names"] = {str(label): name for label, name in self.label_names.items()}
         values["dice"] = {when: {str(k): score for k, score in scores.items()} for when, scores in self.dice.items()}
         finite: dict[str, Any] = _finite(values)
         return finite
@@ -161,6 +164,7 @@ class Report:
             when: {int(label): score for label, score in _numbers(scores).items()}
             for when, scores in known.get("dice", {}).items()
         }
+        known["label_names"] = {int(label): str(name) for label, name in known.get("label_names", {}).items()}
         known["warnings"] = tuple(str(text) for text in known.get("warnings", ()))
         if known.get("confidence"):
             known["confidence"] = Confidence(**_known(Confidence, known["confidence"]))

@@ -178,7 +178,8 @@ def register_pair(
         warnings=work.warnings,
         request=make_request(loaded, options, {name: one.sha256 for name, one in records.items()}),
     )
-    return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread)
+    given = {"fixed_labels": case.fixed_seg, "moving_labels": case.moving_seg}
+    return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread, **given)
 
 
 def _rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tuple[RigidMatch, Case]:

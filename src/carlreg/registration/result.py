@@ -42,6 +42,9 @@ class Registration:
     """The moving image's labels on the fixed image's grid, if there were any."""
     spread: Image | None = None
     """The spread of each fixed point's attention, in mm, on a coarse grid: small where the match is certain."""
+    fixed_labels: Image | None = None
+    """The labels that were given, on the grids of their images."""
+    moving_labels: Image | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -64,7 +67,7 @@ class Registration:
     @property
     def settings(self) -> dict[str, Any]:
         """How the registration was made, as in `report.json`."""
-        results = ("schema", "versions", "metrics", "dice", "losses", "warnings", "request")
+        results = ("schema", "versions", "metrics", "dice", "label_names", "losses", "warnings", "request")
         return {key: value for key, value in self.record.to_json().items() if key not in results}
 
     def save(

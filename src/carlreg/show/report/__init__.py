@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import numpy as np
 
 import carlreg
 from carlreg.errors import OutputError
-from carlreg.files.atomic import write_atomically
+from carlreg.files.atomic import PathLike, write_atomically
 from carlreg.files.images import Image
+from carlreg.files.label_names import Names, guess_names, read_names
 from carlreg.registration.result import Registration
 from carlreg.show.display import grid_over
-from carlreg.show.report.volumes import page_data, voxel_points
+from carlreg.show.report.curves import plot_losses
+from carlreg.show.report.volumes import is_reduced, label_numbers, page_data, voxel_points
 
 Row = tuple[str, ...]
 METRICS = {
@@ -37,26 +40,38 @@ METRICS = {
 }
 
 
+@dataclass(frozen=True)
+class Structure:
+    """A row of the table of labels. `label` is its number, if it is known."""
+
+    name: str
+    label: int | None
+    before: float
+    after: float
+
+
 def write(
     registration: Registration,
     path: str | os.PathLike[str],
     *,
     spread: Image | None = None,
     dice: Mapping[str, tuple[float, float]] | None = None,
+    label_names: PathLike | Names | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the report to a file.
 
     `spread` is an image in the fixed image's world, in mm, small where the match is certain; by default, that of the
-    registration. `dice` is the overlap of each structure before and after, by name; by default, labels are named by
-    their numbers.
+    registration. `dice` is the overlap of each structure before and after, by name; by default, that of the labels.
+    `label_names` are their names, by number, or the file or the well-known table that has them.
 
     >>> write(register(fixed="a.nii.gz", moving="b.nii.gz"), "report.html")
     """
     target = Path(path)
     if target.exists() and not overwrite:
         raise OutputError(f"{target} exists already; choose another name, or overwrite=True")
-    write_atomically(target, page(registration, spread=spread, dice=dice).encode())
+    text = page(registration, spread=spread, dice=dice, label_names=label_names)
+    write_atomically(target, text.encode())
     return target
 
 
@@ -65,6 +80,7 @@ def page(
     *,
     spread: Image | None = None,
     dice: Mapping[str, tuple[float, float]] | None = None,
+    label_names: PathLike | Names | None = None,
 ) -> str:
     """The report as HTML; see `write`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -73,21 +89,34 @@ def page(
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     folder = resources.files(__name__)
     settings = dict(registration.settings)
-    inputs = settings.pop("inputs", {})
+    inputs, confidence = settings.pop("inputs", {}), settings.pop("confidence", None)
+    names = _names(registration, label_names)
+    data = page_data(registration, registration.spread if spread is None else spread, names)
+    structures = list(_overlaps(registration, names) if dice is None else _named(dice, names))
     return environment.get_template("page.html").render(
         title=" on ".join(_file_name(inputs.get(side, {})) or side for side in ("moving", "fixed")),
         style=(folder / "page.css").read_text("utf-8"),
         script=(folder / "page.js").read_text("utf-8"),
+        confidence=confidence,
         warnings=registration.warnings,
         metrics=list(_metrics(registration)),
-        dice=_dice(_overlaps(registration) if dice is None else dice),
-        curves=_curves(registration.losses),
+        structures=structures,
+        means=[_mean([getattr(one, when) for one in structures]) for when in ("before", "after")],
+        plot=plot_losses(registration.losses),
         sides=[side for side in ("fixed", "moving") if side in inputs],
         inputs=list(_inputs(inputs)),
         settings=[(_title(key), _text(key, value)) for key, value in settings.items() if value is not None],
         version=carlreg.__version__,
-        data=page_data(registration, registration.spread if spread is None else spread),
+        reduced=is_reduced(data, registration),
+        data=data,
     )
+
+
+def _names(registration: Registration, given: PathLike | Names | None) -> Names:
+    """The names that were given or recorded, or those of FreeSurfer if the labels are its."""
+    if given is not None:
+        return read_names(given)
+    return registration.record.label_names or guess_names(label_numbers(registration))
 
 
 def _metrics(registration: Registration) -> Iterator[Row]:
@@ -99,23 +128,22 @@ def _metrics(registration: Registration) -> Iterator[Row]:
         yield title, f"{_text(key, value)} {unit}".strip()
 
 
-def _overlaps(registration: Registration) -> dict[str, tuple[float, float]]:
+def _overlaps(registration: Registration, names: Names) -> Iterator[Structure]:
     """Dice of each label before and after, if both images had labels."""
     before, after = (registration.dice.get(when, {}) for when in ("before", "after"))
-    return {f"label {label}": (before.get(label, math.nan), score) for label, score in after.items()}
+    for label, score in after.items():
+        yield Structure(names.get(label, f"label {label}"), label, before.get(label, math.nan), score)
 
 
-def _dice(overlaps: Mapping[str, tuple[float, float]]) -> list[Row]:
-    if not overlaps:
-        return []
-    means = tuple(float(np.nanmean(column)) for column in zip(*overlaps.values(), strict=True))
-    return [(name, *(f"{score:.3f}" for score in scores)) for name, scores in [*overlaps.items(), ("mean", means)]]
+def _named(dice: Mapping[str, tuple[float, float]], names: Names) -> Iterator[Structure]:
+    labels = {name: label for label, name in names.items()}
+    for name, scores in dice.items():
+        yield Structure(name, labels.get(name), *scores)
 
 
-def _curves(losses: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Each part of the loss at every step, if there are several and it is finite at all of them."""
-    parts = {name: [step.get(name, math.nan) for step in losses] for name in (losses[0] if len(losses) > 1 else ())}
-    return {name: values for name, values in parts.items() if all(map(math.isfinite, values))}
+def _mean(scores: Sequence[float]) -> float:
+    finite = [score for score in scores if math.isfinite(score)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _inputs(inputs: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,22 +16,25 @@ import torch
 from carlreg import preparation
 from carlreg.files import orientation
 from carlreg.files.images import Image, Matrix, map_points
+from carlreg.files.label_names import Names
 from carlreg.geometry import resizing
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.registration.result import Registration
 from carlreg.show.display import DOUBLINGS, GreyScale, determinant, display_grid, grey_scale, grid_over
 
 Levels = npt.NDArray[np.uint8]
-VOXELS, MAP_VOXELS = 1_100_000, 300_000
-"""Largest size of an image and of an overlay. Three images of pure noise take less than 5 MB as text."""
+VOXELS, MAP_VOXELS = 128**3, 300_000
+"""Largest size of an image and of an overlay. Three images of pure noise take less than 9 MB as text."""
+LABELS = 255
+"""Largest number of structures; if there are more, the largest ones are shown."""
 LATTICE = 56
 """Largest number of points per axis at which the page knows the transform; it interpolates between them."""
 UNITS = 8192
 """Steps per unit coordinate: positions within ±4 images fit into 16 bits."""
 
 
-def page_data(registration: Registration, spread: Image | None) -> dict[str, Any]:
-    """Everything that the page's script needs."""
+def page_data(registration: Registration, spread: Image | None, names: Names) -> dict[str, Any]:
+    """Everything that the page's script needs. `names` are those of the labels."""
     pair = registration.fixed, registration.moving
     fixed, moving, warped = (orientation.to_closest_ras(image) for image in (*pair, registration.warped))
     shape = display_grid(fixed, VOXELS).shape
@@ -43,7 +47,15 @@ def page_data(registration: Registration, spread: Image | None) -> dict[str, Any
         "map": _lattice(registration, fixed, moving, shape),
         "jacobian": {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
     }
-    return data if spread is None else data | {"certainty": _certainty(spread, fixed)}
+    if spread is not None:
+        data["certainty"] = _certainty(spread, fixed)
+    return data | _labels(registration, names, shape, tuple(data["moving"]["shape"][: moving.dim]))
+
+
+def is_reduced(data: dict[str, Any], registration: Registration) -> bool:
+    """Whether the page holds fewer voxels than one of the images."""
+    pair = (("fixed", registration.fixed), ("moving", registration.moving))
+    return any(math.prod(data[side]["shape"]) < math.prod(image.shape) for side, image in pair)
 
 
 def _image(image: Image, shape: tuple[int, ...], scale: GreyScale) -> dict[str, Any]:
@@ -58,6 +70,41 @@ def _image(image: Image, shape: tuple[int, ...], scale: GreyScale) -> dict[str, 
         "windows": scale.windows,
         "world": _unit_to_ras(image).tolist(),
     }
+
+
+def label_maps(registration: Registration) -> dict[str, Image]:
+    """The label maps of a registration, by the image that they belong to."""
+    maps = {"fixed": registration.fixed_labels, "warped": registration.labels, "moving": registration.moving_labels}
+    return {side: labels for side, labels in maps.items() if labels is not None}
+
+
+def label_numbers(registration: Registration) -> list[int]:
+    """All labels but the background, those with the most voxels first."""
+    counts: Counter[int] = Counter()
+    for labels in label_maps(registration).values():
+        counts.update(dict(zip(*(part.tolist() for part in np.unique(labels.data, return_counts=True)), strict=True)))
+    return [int(label) for label, _ in counts.most_common() if label != 0]
+
+
+def _labels(
+    registration: Registration, names: Names, fixed: tuple[int, ...], moving: tuple[int, ...]
+) -> dict[str, Any]:
+    """Each label map as places in the list of labels, 0 for the background, on its image's grid."""
+    numbers = sorted(label_numbers(registration)[:LABELS])
+    if not numbers:
+        return {}
+    data: dict[str, Any] = {"labels": [{"number": n, "name": names.get(n, f"label {n}")} for n in numbers]}
+    for side, labels in label_maps(registration).items():
+        grid = orientation.to_closest_ras(labels)
+        shape = moving if side == "moving" else fixed
+        nearest = np.ix_(
+            *(np.rint(np.linspace(0, n - 1, m)).astype(int) for n, m in zip(grid.shape, shape, strict=True))
+        )
+        values = grid.data[nearest]
+        place = np.searchsorted(numbers, values).clip(max=len(numbers) - 1)
+        known = np.asarray(numbers)[place] == values
+        data[f"{side}_labels"] = volume(np.where(known, place + 1, 0).astype(np.uint8))
+    return data
 
 
 def _lattice(registration: Registration, fixed: Image, moving: Image, shape: tuple[int, ...]) -> dict[str, Any]:
