@@ -73,6 +73,8 @@ def section(name: str, function: Callable[..., Any]) -> Iterator[str]:
     yield re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(function.__doc__ or "")) + "\n"
     options = " [OPTIONS]" if any("`-" in row for row in rows) else ""
     yield f"```sh\n{' '.join(call)}{options}\n```\n"
+    if examples := getattr(function, "examples", ()):
+        yield "For example:\n\n```sh\n" + "\n".join(examples) + "\n```\n"
     if rows:
         yield "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
 

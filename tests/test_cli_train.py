@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -208,7 +209,10 @@ def test_a_run_that_is_finished_stays_as_it_is(
 def test_a_time_limit(whole: Path, scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = command(scans / "scans.csv", tmp_path / "run", "--no-tensorboard")
     assert main([*arguments, "--seconds", "0"]) == 0
-    capsys.readouterr()
+    err = capsys.readouterr().err
+    steps = int(arguments[arguments.index("--steps") + 1]) + int(arguments[arguments.index("--diffusion-steps") + 1])
+    assert re.search(rf"stopped after 0 seconds, at step \d of {steps}: the same command continues from there", err)
+    assert "higher is better" in err
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert same_weights(tmp_path / "run", whole)
@@ -384,6 +388,8 @@ def test_wrong_shares_and_label_maps(scans: Path, tmp_path: Path, capsys: pytest
         for value in ("1.5", "-0.1", "nan"):
             message = fails(command(scans / "scans.csv", tmp_path / "run", f"--{name}", value), capsys, code=2)
             assert f"{name.replace('-', '_')} is {value}; expected a share from 0 to 1" in message
+    message = fails(command(scans / "scans.csv", tmp_path / "run", "--label-map-share", "0.5"), capsys, code=2)
+    assert "label_map_share is 0.5, but there are no label maps" in message
     (tmp_path / "empty").mkdir()
     (tmp_path / "one").mkdir()
     shutil.copy(scans / "l0.nii.gz", tmp_path / "one")

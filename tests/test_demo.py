@@ -98,7 +98,7 @@ def test_what_is_there_is_kept(model_file: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "demo.json").write_text("mine")
     command = ["demo", "--out", str(tmp_path), "--size", "16", "--model", str(model_file)]
     assert main(command) == 1
-    assert "already holds demo.json; choose another folder, or allow overwriting" in capsys.readouterr().err
+    assert "already holds demo.json; choose another folder, or give --overwrite" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["demo.json"]
     assert (tmp_path / "demo.json").read_text(encoding="utf-8") == "mine"
     assert main([*command, "--overwrite"]) == 0

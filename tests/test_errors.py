@@ -61,7 +61,10 @@ def test_a_bug_keeps_its_traceback(
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "a.nii"), "no space left on device: a.nii"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a.nii"),
+            "a.nii cannot be written: the disk is full; free some space, then run the same command again",
+        ),
         (OSError(errno.EIO, "Input/output error"), "input/output error"),
         (MemoryError("Unable to allocate 9 GiB"), "out of memory: Unable to allocate 9 GiB"),
         (
@@ -84,7 +87,7 @@ def test_a_full_disk_behind_stdout() -> None:
         command = [sys.executable, "-m", "carlreg", "models", "licence"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     assert done.returncode == 1
-    assert done.stderr == "carl: no space left on device\n"
+    assert done.stderr == "carl: the disk is full; free some space, then run the same command again\n"
 
 
 def test_verbose_adds_the_traceback_of_a_users_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

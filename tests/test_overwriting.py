@@ -499,7 +499,7 @@ def test_explain_does_not_replace_the_report_of_a_registration(
     code = carl(*words, "--model", data / "carl.safetensors", "--device", "cpu", "--overwrite")
     assert contents(out)["report.json"] == before["report.json"], "the registration's report was replaced"
     assert code == 1
-    assert "holds a registration; choose another folder" in capsys.readouterr().err
+    assert "holds a registration, which --overwrite does not replace here" in capsys.readouterr().err
     assert contents(out) == before
 
 

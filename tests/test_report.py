@@ -123,7 +123,7 @@ def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
     ):
         assert words in text
     assert "{{" not in text.split("<script", 1)[0]
-    with pytest.raises(OSError, match="exists already; choose another name, or overwrite=True"):
+    with pytest.raises(OSError, match="exists already; choose another name, or give --overwrite"):
         report.write(registration(shift), path)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from carlreg.errors import ExistsError, InputError
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.files import images, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, Matrix, map_points
@@ -147,7 +147,7 @@ def run(
     folder = Path(out)
     taken = [name for name in (SUMMARY, *CASES) if (folder / name).exists()]
     if taken and not overwrite:
-        raise ExistsError(f"{folder} already holds {taken[0]}; choose another folder, or allow overwriting")
+        raise ExistsError(f"{folder} already holds {taken[0]}; choose another folder, or {OVERWRITE}")
     started = time.perf_counter()
     report: dict[str, Any] = {"seed": seed, "size": size, "quick": quick, "shift_mm": list(SHIFT)}
     options = RegisterOptions(io_iterations=0 if quick else None, optimize="fields", device=device, seed=seed)

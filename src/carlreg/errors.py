@@ -3,6 +3,12 @@
 The command line prints one of these as a single line. Every other exception is a bug and keeps its traceback.
 """
 
+import errno
+
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota on this disk is used up"}
+OVERWRITE = "give --overwrite (overwrite=True in Python)"
+"""What to do about a target that exists already."""
+
 
 class CarlError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -38,6 +44,9 @@ def user_message(error: BaseException) -> str | None:
     'scan.nii does not exist; check the path'
     """
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = "" if error.filename is None else f"{error.filename} cannot be written: "
+        return f"{where}{FULL[error.errno]}; free some space, then run the same command again"
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror[0].lower() + error.strerror[1:]
         return reason if error.filename is None else f"{reason}: {error.filename}"

@@ -6,13 +6,14 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from carlreg.cli._shared import LOGGER
 from carlreg.errors import InputError
@@ -20,15 +21,32 @@ from carlreg.errors import InputError
 Function = Callable[..., Any]
 
 
+GENERAL = ("threads", "quiet", "verbose", "help")
+"""Options of many commands, which come last in their help."""
+
+
 class Command(TyperCommand):
     """A command whose help is plain text: names of options are never cut, and panels are sections."""
 
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        super().format_help_text(ctx, formatter)
+        if examples := getattr(self.callback, "examples", ()):
+            with formatter.section("Examples"):
+                for line in "\n".join(examples).splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in getattr(self.callback, "sections", ())}
+        general = []
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
                 usual = f"{parameter.param_type_name.capitalize()}s"
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+                panel = getattr(parameter, "rich_help_panel", None)
+                if panel is None and parameter.name in GENERAL:
+                    general.append(record)
+                else:
+                    sections.setdefault(panel or usual, []).append(record)
+        sections.setdefault(next(reversed(sections), "Options"), []).extend(general)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -38,13 +56,16 @@ class Command(TyperCommand):
         return " ".join((self.help or "").partition("\n\n")[0].split())
 
 
-def command(*, usage: bool = False, **special: Any) -> Callable[[Function], Function]:
+def command(
+    *, usage: bool = False, examples: Sequence[str] = (), sections: Sequence[str] = (), **special: Any
+) -> Callable[[Function], Function]:
     """Make the parameters of a function options of a command, and dataclass parameters one option per field.
 
     `name: Annotated[type, "help"] = default` is the option --name. Further strings are its names if they begin with a
     dash, of which a short one is added to --name, and otherwise its panel. `special` adds names to the fields of a
     dataclass, or replaces their types: `Annotated[type, typer.Option(...)]`. A field of type Any takes a path. `usage`
-    reports values that a dataclass refuses as wrong usage. All commands have the options --quiet and --verbose.
+    reports values that a dataclass refuses as wrong usage. `examples` are shown first in the help, and `sections` is
+    the order of its panels. All commands have the options --quiet and --verbose.
 
     >>> @command(optimize=("--optimize", "--over"))
     ... def register(inputs: PairInputs, options: RegisterOptions, out: Annotated[Path, "Folder.", "-o"]) -> None: ...
@@ -78,6 +99,7 @@ def command(*, usage: bool = False, **special: Any) -> Callable[[Function], Func
             return function(**values, **made)
 
         del flat.__wrapped__
+        flat.examples, flat.sections = examples, sections  # type: ignore[attr-defined]
         flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         flat.__annotations__ = {one.name: one.annotation for one in parameters}
         return flat
@@ -95,6 +117,8 @@ def _option(name: str, hint: Any, default: Any, special: Any = ()) -> inspect.Pa
     option = copy.copy(next((word for word in words if not isinstance(word, str)), None)) or typer.Option(*names)
     text, panel, *_ = [*(text for text in texts if text not in names), None, None]
     option.help, option.rich_help_panel = option.help or text, option.rich_help_panel or panel
+    if kind == list[Path] and isinstance(option, OptionInfo):
+        option.metavar = "<path>"
     kinds = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kinds, default=default, annotation=Annotated[kind, option])
 

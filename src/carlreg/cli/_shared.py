@@ -60,11 +60,27 @@ def working(text: str) -> Iterator[Callable[..., None]]:
         yield lambda **changes: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    class Left(ProgressColumn):
+        """Percent, and the time that is left, where the amount of work is known."""
+
+        def render(self, task: Task) -> Text:
+            return Text(time_left(task.percentage, task.time_remaining) if task.total else "")
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), Left(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield functools.partial(bar.update, bar.add_task(text, total=None))
+
+
+def time_left(percent: float, seconds: float | None) -> str:
+    """
+    >>> time_left(40.2, 75)
+    '40 %, 1:15 left'
+    """
+    left = "" if seconds is None else f", {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+    return f"{percent:.0f} %{left}"
 
 
 def check_new(path: Path, overwrite: bool, endings: tuple[str, ...] = ()) -> None:

@@ -49,7 +49,7 @@ def explain(
     if (fixed_seg is None) != (moving_seg is None):
         raise typer.BadParameter("a probe needs the labels of both images: --fixed-seg and --moving-seg")
     if ResultFolder(out).holds_registration():  # whose report must not be replaced by this command's
-        raise ExistsError(f"{out} holds a registration; choose another folder")
+        raise ExistsError(f"{out} holds a registration, which --overwrite does not replace here; choose another folder")
     refuse_result(out, REPORT, overwrite)
     seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()

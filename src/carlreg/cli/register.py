@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carlreg.cli._options import command
-from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, print_error, working
+from carlreg.cli._shared import IMAGES, check_new, message, print_error, working
 from carlreg.cli._threads import Threads
 from carlreg.errors import ExistsError, InputError, OutputError, user_message
 from carlreg.files.atomic import refuse_result, write_atomically
 from carlreg.files.checksums import sha256
 from carlreg.files.results import PAGE, PICTURES, REPORT, WARP, Report, ResultFolder
-from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityChoice
+from carlreg.registration.options import (
+    ADVANCED,
+    LABELS,
+    OUTPUT,
+    QUALITY,
+    PairInputs,
+    RegisterOptions,
+    SimilarityChoice,
+)
+from carlreg.registration.options import (
+    IMAGES as INPUTS,
+)
 
 if TYPE_CHECKING:
     from carlreg.files.tables import Pair
@@ -55,20 +66,28 @@ Numbers = Annotated[str | None, typer.Option(parser=_numbers, metavar="N[,N]")]
 class Outputs:
     """What to write, and where."""
 
-    out: Annotated[Some, "The folder for all results; created if needed.", "-o"] = None
-    transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm."] = None
-    warped_moving_out: Annotated[Some, "A file for the warped moving image alone."] = None
-    html: Annotated[bool, "Write report.html, which shows the result in a browser."] = True
+    out: Annotated[
+        Some,
+        "The folder for all results; created if needed. [required, or one of the next two]",
+        "-o",
+        OUTPUT,
+    ] = None
+    transform_out: Annotated[Some, "A file for the transform alone: .h5, .hdf5 or .tfm.", OUTPUT] = None
+    warped_moving_out: Annotated[Some, "A file for the warped moving image alone.", OUTPUT] = None
+    html: Annotated[bool, "Write report.html, which shows the result in a browser.", OUTPUT] = True
     label_names: Annotated[
         Some,
         "Names of the labels, for the report and the viewer: a CSV file with the columns label,name, a colour table of "
         "FreeSurfer or ITK-SNAP, or freesurfer, btcv, amos, acdc, hippocampus or totalsegmentator.",
+        LABELS,
     ] = None
-    ants_warp: Annotated[bool, "Also write warp.nii.gz, the transform as ANTs writes it.", "--ants-warp"] = False
+    ants_warp: Annotated[bool, "Also write warp.nii.gz, the transform as ANTs writes it.", "--ants-warp", OUTPUT] = (
+        False
+    )
     full_precision: Annotated[
-        bool, "Do not round the stored transforms, to 0.01 mm: the files are larger.", "--full-precision"
+        bool, "Do not round the stored transforms, to 0.01 mm: the files are larger.", "--full-precision", OUTPUT
     ] = False
-    overwrite: Overwrite = False
+    overwrite: Annotated[bool, "Replace existing files.", "--overwrite", OUTPUT] = False
 
     def files(self) -> dict[str, Path]:
         """The folder and files that were given, by name."""
@@ -92,6 +111,12 @@ class Outputs:
 
 
 @command(
+    examples=(
+        "carl register -f fixed.nii.gz -m moving.nii.gz -o out",
+        "carl register -f ct_folder -m mr.nii.gz -o out --transform rigid",
+        "carl register --pairs pairs.csv -o results",
+    ),
+    sections=(INPUTS, QUALITY, LABELS, OUTPUT, ADVANCED),
     fixed=["-f"],
     moving=["-m"],
     io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
@@ -111,12 +136,14 @@ def register(
         "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, initial_transform, "
         "guide. Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were registered "
         "before from the same files, with the same model and options, are skipped.",
+        INPUTS,
     ] = None,
     model: Annotated[
         str,
         "A model from `carl models list`, or a model file. auto: the default model, after a search for a rotation "
         "between the scans, which is undone first. none: no network; fields are optimised from an affine map, which is "
         "searched for.",
+        QUALITY,
     ] = "default",
     options: RegisterOptions,
     threads: Threads = None,
@@ -156,6 +183,7 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
             model,
             options,
             progress=lambda part: show(description=part, completed=0, total=None),
+            advance=lambda share: show(completed=100 * share, total=100),
             callback=lambda number, _: show(completed=number, total=max(number, steps)),
         )
         result = replace(result, record=replace(result.record, label_names=names))
@@ -255,7 +283,7 @@ def _one_of_many(
     request, more = make_request(model, options, checksums), [WARP] if outputs.ants_warp else []
     if different := folder.differences(request, *more, full_precision=outputs.full_precision):
         held = f"{folder.path} holds a registration with {', '.join(different)}"
-        raise ExistsError(f"{held}; choose another name, or allow overwriting")
+        raise ExistsError(f"{held}; choose another name, or give --overwrite")
     return "was done", folder.read_report()
 
 

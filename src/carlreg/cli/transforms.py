@@ -11,7 +11,7 @@ import typer
 from carlreg.cli._options import command
 from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, working
 from carlreg.errors import InputError
-from carlreg.files.results import INVERSE, TRANSFORM, WARPED, ResultFolder
+from carlreg.files.results import INVERSE, REPORT, TRANSFORM, WARPED, ResultFolder
 
 if TYPE_CHECKING:
     from carlreg.files.images import Image
@@ -64,10 +64,9 @@ def warp(
         source = images.as_labels(take.read(image)) if labels else take.read(image)
         if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
             raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
-        if inverse and reference is None:
-            raise InputError("--inverse needs --reference: the moving image, which defines the output grid")
+        _check_direction(image, transform, inverse)
         mapping = _read(transform, inverse=inverse)
-        grid = _read_reference(reference, transform, mapping)
+        grid = _read_reference(reference, transform, mapping, inverse=inverse)
         if not source.dim == mapping.dim == grid.dim:
             sides = f"the image is {source.dim}-D, the transform {mapping.dim}-D, the reference {grid.dim}-D"
             raise InputError(f"{sides}; expected the same")
@@ -127,7 +126,7 @@ def jacobian(
     reference: Reference = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds.
+    """Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds and SDlogJ.
 
     The determinant is above 1 where the anatomy is larger in the moving image, below 1 where it is smaller, and below
     0 where the transform folds.
@@ -142,9 +141,10 @@ def jacobian(
             raise InputError(f"the transform is {mapping.dim}-D but the reference is {grid.dim}-D; expected the same")
         result = world_transform.jacobian_determinant(mapping, grid)
         images.write(result, out, overwrite=overwrite)
-    folds, values = world_transform.folds_percent(result), result.data
+    folds, spread, values = world_transform.folds_percent(result), world_transform.sd_log_jacobian(result), result.data
     typer.echo(
-        f"folds {folds:.4f} %, determinants from {values.min():.3f} to {values.max():.3f}, mean {values.mean():.3f}"
+        f"folds {folds:.4f} %, SDlogJ {spread:.4f}, determinants from {values.min():.3f} to {values.max():.3f}, "
+        f"mean {values.mean():.3f}"
     )
 
 
@@ -225,8 +225,27 @@ def _read(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTr
     return transform_files.read(files if len(files) > 1 else files[0])
 
 
-def _read_reference(reference: Path | None, paths: list[Path], transform: Any) -> Image:
-    """Choose the output grid: that of --reference, of a result folder, or of the displacement field."""
+def _check_direction(image: Path, paths: list[Path], inverse: bool) -> None:
+    """Refuse the fixed image, or its labels, where the moving one's belong, and the other way round, by the checksums
+    in the report of a result folder."""
+    if len(paths) != 1 or not (result := ResultFolder(paths[0]))[REPORT].is_file():
+        return
+    from carlreg.files.checksums import sha256
+
+    checksum, inputs = sha256(image), result.read_report().inputs
+    sides = {name.partition("_")[0] for name, one in inputs.items() if one.sha256 == checksum}
+    if sides == {"moving" if inverse else "fixed"}:
+        given, other = ("moving", "fixed") if inverse else ("fixed", "moving")
+        advice = "leave --inverse out" if inverse else "give --inverse"
+        raise InputError(
+            f"{image} belongs to the {given} image of {paths[0]}; expected an image in the {other} image's space: "
+            f"{advice} to warp it to the {other} image"
+        )
+
+
+def _read_reference(reference: Path | None, paths: list[Path], transform: Any, *, inverse: bool = False) -> Image:
+    """Choose the output grid: that of --reference, of a result folder, or of the displacement field. With `inverse`, it
+    is the moving image's, on which the displacements of the inverse lie; a linear one has none."""
     import numpy as np
 
     from carlreg.files import images
@@ -235,9 +254,14 @@ def _read_reference(reference: Path | None, paths: list[Path], transform: Any) -
 
     if reference is not None:
         return images.read(reference)
-    if len(paths) == 1 and (result := ResultFolder(paths[0])).holds_registration() and result[WARPED].is_file():
+    result = ResultFolder(paths[0]) if len(paths) == 1 else None
+    if result is not None and not inverse and result.holds_registration() and result[WARPED].is_file():
         return images.read(result[WARPED])
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         shape = transform.displacement.shape[:-1]
         return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
+    if inverse and result is not None and result[REPORT].is_file():
+        moving = result.read_report().inputs.get("moving")
+        if moving is not None and moving.path is not None and Path(moving.path).exists():
+            return images.read(moving.path)
     raise InputError(f"{paths[0]} does not define an output grid; give an image with --reference")

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from carlreg.errors import CarlError, ExistsError, OutputError
+from carlreg.errors import OVERWRITE, CarlError, ExistsError, OutputError
 
 PathLike = str | os.PathLike[str]
 SUFFIX = ".carl-tmp"  # ends every staging folder's name; nothing else is ever swept
@@ -109,7 +109,7 @@ def refuse_existing(path: PathLike, overwrite: bool) -> None:
     if Path(path).is_dir():
         raise OutputError(f"{path} is a folder; expected the name of a file")
     if Path(path).exists() and not overwrite:
-        raise ExistsError(f"{path} exists already; choose another name, or allow overwriting")
+        raise ExistsError(f"{path} exists already; choose another name, or {OVERWRITE}")
 
 
 def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
@@ -124,7 +124,7 @@ def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
     if target.exists() and not target.is_dir():
         raise ExistsError(f"{target} is a file; expected a folder for the results: choose another name")
     if (target / last).exists() and not overwrite:
-        raise ExistsError(f"{target} already holds {last}; choose another folder, or allow overwriting")
+        raise ExistsError(f"{target} already holds {last}; choose another folder, or {OVERWRITE}")
     above = next(one for one in (target, *target.absolute().parents) if one.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(f"{target} cannot be written: no permission in {above}; choose a writable folder")

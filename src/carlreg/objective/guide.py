@@ -12,7 +12,7 @@ from carlreg.errors import InputError
 from carlreg.fast import exact
 from carlreg.objective.windows import Picture
 
-WEIGHT = 300.0
+WEIGHT = 1000.0
 """Default weight: how many voxels of the field a point counts as, for each voxel that it is away from its partner."""
 NEAR = 0.5
 """Within this distance, in voxels, the pull grows in proportion to the distance; beyond it, it is constant."""

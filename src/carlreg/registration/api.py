@@ -94,9 +94,9 @@ def register(
     attention alone, weighted by their certainty: faster, and less accurate where attention is blurred. They are
     optimised before the fit only if `io_iterations` is given.
 
-    `initial_transform` maps fixed to moving world points (LPS, mm): the path of a transform file, a transform, or a
-    matrix (D + 1, D + 1). The network then sees the moving image through it, on the fixed image's grid; the result
-    contains it.
+    `initial_transform` maps fixed to moving world points (LPS, mm): the path of a transform file or of a result
+    folder, a transform, or a matrix (D + 1, D + 1). The network then sees the moving image through it, on the fixed
+    image's grid; the result contains it.
 
     `guide` are corresponding points that pull the result, such as corrections by hand: a CSV file with the columns
     fixed_x, fixed_y, fixed_z, moving_x, moving_y, moving_z, or a pair of arrays (N, D) or landmark files, in LPS mm;
@@ -131,9 +131,10 @@ def register_pair(
     *,
     callback: Callable[[int, Loss], None] | None = None,
     progress: Callable[[str], None] | None = None,
+    advance: Callable[[float], None] | None = None,
 ) -> Registration:
-    """`register`, with its arguments in two values."""
-    device, work = choose_device(options.device), Progress(progress)
+    """`register`, with its arguments in two values. `advance(share)` is called while the network runs on a CPU."""
+    device, work = choose_device(options.device), Progress(progress, advance)
     work.begin("reading")
     loaded = load_model(model, device)
     check_without_network(loaded, options)
@@ -200,14 +201,19 @@ def _rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tupl
 def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str, float]]:
     """The inverse, and metrics of both maps."""
     if world.is_linear:
-        exact = {"inverse_consistency_mm": 0.0, "inverse_error_mm": 0.0, "inverse_error_max_mm": 0.0}
-        return WorldTransform.linear(np.linalg.inv(world.affine)), exact
-    folds = world_transform.folds_percent(world_transform.jacobian_determinant(world, case.fixed))
+        exact = dict.fromkeys(("inverse_consistency_mm", "inverse_error_mm", "inverse_error_max_mm"), 0.0)
+        uniform = {"folds_percent": 100.0 * (np.linalg.det(world.affine) < 0), "sd_log_jacobian": 0.0}
+        return WorldTransform.linear(np.linalg.inv(world.affine)), exact | uniform
+    determinants = world_transform.jacobian_determinant(world, case.fixed)
+    shape = {
+        "folds_percent": world_transform.folds_percent(determinants),
+        "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),
+    }
     inverse, residual = world_transform.invert(world, case.moving)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
     errors = {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
-    return inverse, errors | {"folds_percent": folds}
+    return inverse, errors | shape
 
 
 def _spread(network: RegistrationAlgorithm, pair: PreparedPair, work: Progress) -> Image | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from carlreg.errors import InputError
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.images import Choice, Image, Matrix, as_image, check_same_grid, map_points
 from carlreg.files.landmarks import read_correspondences, read_landmarks
+from carlreg.files.results import TRANSFORM, ResultFolder
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.objective.guide import Guide
@@ -74,7 +76,17 @@ class Case:
         sizes = [float(np.prod(image.spacing)) ** (1 / image.dim) for image in (self.fixed, self.moving)]
         if max(sizes) > SPACING_RATIO * min(sizes):
             found.append(f"voxels are about {sizes[0]:.3g} mm and {sizes[1]:.3g} mm wide: is a header not in mm?")
+        if alone := self.labels(both=False):
+            names = ", ".join(map(str, alone[:10])) + (", …" if len(alone) > 10 else "")
+            found.append(f"labels that only one of the images has are not scored: {names}")
         return found
+
+    def labels(self, *, both: bool) -> list[int]:
+        """The labels that occur in both label maps, which are scored, or in only one of them, which are not."""
+        if self.fixed_seg is None or self.moving_seg is None:
+            return []
+        first, second = (set(np.unique(one.data).tolist()) - {0} for one in (self.fixed_seg, self.moving_seg))
+        return sorted(int(label) for label in (first & second if both else first ^ second))
 
     def prepare(self, model: LoadedModel, device: torch.device, *, masks: bool = True) -> PreparedPair:
         """Both images as a model takes them, the moving one resampled by the initial transform if there is one."""
@@ -165,7 +177,8 @@ def _corresponding(sources: Sequence[Any], both: Sequence[Image], what: str) -> 
 
 def _transform(source: Any, dim: int) -> WorldTransform | ItkTransform | None:
     if isinstance(source, (str, os.PathLike)):
-        source = transform_files.read(source)
+        folder = ResultFolder(Path(source))
+        source = transform_files.read(folder[TRANSFORM] if folder.holds_registration() else source)
     elif isinstance(source, (np.ndarray, list, tuple)):
         source = WorldTransform.linear(source)
     elif not isinstance(source, WorldTransform | ItkTransform | None):
@@ -183,7 +196,7 @@ def score(case: Case, before: PointMap, after: PointMap) -> tuple[dict[str, floa
     for when, transform in (("before", before), ("after", after)):
         if case.moving_seg is not None and case.fixed_seg is not None:
             warped = world_transform.apply(transform, case.moving_seg, case.fixed, "nearest")
-            overlaps[when] = dice(_tensor(warped), _tensor(case.fixed_seg))
+            overlaps[when] = dice(_tensor(warped), _tensor(case.fixed_seg), case.labels(both=True))
             metrics[f"dice_{when}"] = mean_score(overlaps[when])
         if case.landmarks is not None:
             fixed, moving = case.landmarks

@@ -1,6 +1,7 @@
 """The request for `register`: the inputs of a pair, and how to register it. Imports neither torch nor numpy.
 
-The text beside each field is its documentation and the help of its command-line option.
+The text beside each field is its documentation and the help of its command-line option; the last word is the section
+of `carl register --help` that shows it.
 """
 
 from __future__ import annotations
@@ -17,28 +18,43 @@ Optimize = Literal["auto", "weights", "fields"]
 FitSource = Literal["network", "attention"]
 SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
 SimilarityChoice = Literal["auto", "lncc", "lncc2", "mind", "ssd"]
+IMAGES, QUALITY, LABELS, OUTPUT, ADVANCED = "Images", "Quality", "Labels and landmarks", "Output", "Advanced"
+"""Sections of `carl register --help`, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairInputs:
     """A fixed and a moving image and what belongs to them, each in any form that `register` accepts."""
 
-    fixed: Annotated[Any, "The fixed image: a file or a DICOM folder."]
-    moving: Annotated[Any, "The moving image."]
-    fixed_mask: Annotated[Any, "Mask of the fixed image, on its grid: the similarity is measured inside it."] = None
-    moving_mask: Annotated[Any, "Mask of the moving image, on its grid: the similarity is measured inside it."] = None
-    fixed_seg: Annotated[Any, "Labels of the fixed image, on its grid, for scoring only."] = None
-    moving_seg: Annotated[Any, "Labels of the moving image, on its grid, for scoring only; also written warped."] = None
-    fixed_landmarks: Annotated[Any, "Landmarks of the fixed image, for scoring only."] = None
-    moving_landmarks: Annotated[Any, "The same landmarks in the moving image, in the same order."] = None
-    initial_transform: Annotated[Any, "An initial transform from fixed to moving points."] = None
+    fixed: Annotated[Any, "The fixed image: a file or a DICOM folder. [required, or --pairs]", IMAGES]
+    moving: Annotated[Any, "The moving image. [required, or --pairs]", IMAGES]
+    fixed_mask: Annotated[
+        Any, "Mask of the fixed image, on its grid: the similarity is measured inside it.", IMAGES
+    ] = None
+    moving_mask: Annotated[
+        Any, "Mask of the moving image, on its grid: the similarity is measured inside it.", IMAGES
+    ] = None
+    fixed_seg: Annotated[Any, "Labels of the fixed image, on its grid, for scoring only.", LABELS] = None
+    moving_seg: Annotated[
+        Any, "Labels of the moving image, on its grid, for scoring only; also written warped.", LABELS
+    ] = None
+    fixed_landmarks: Annotated[Any, "Landmarks of the fixed image, for scoring only.", LABELS] = None
+    moving_landmarks: Annotated[Any, "The same landmarks in the moving image, in the same order.", LABELS] = None
+    initial_transform: Annotated[
+        Any,
+        "An initial transform from fixed to moving points: a transform file, or a folder of an earlier result.",
+        IMAGES,
+    ] = None
     guide: Annotated[
         Any,
         "Corresponding points that pull the result, such as corrections by hand: a CSV file with the columns fixed_x, "
         "fixed_y, fixed_z, moving_x, moving_y, moving_z in mm (LPS), or fixed_r, fixed_a, fixed_s, … (RAS).",
+        LABELS,
     ] = None
-    guide_fixed: Annotated[Any, "Instead of --guide: points of the fixed image, in any format of landmarks."] = None
-    guide_moving: Annotated[Any, "The corresponding points of the moving image, in the same order."] = None
+    guide_fixed: Annotated[
+        Any, "Instead of --guide: points of the fixed image, in any format of landmarks.", LABELS
+    ] = None
+    guide_moving: Annotated[Any, "The corresponding points of the moving image, in the same order.", LABELS] = None
 
     def __post_init__(self) -> None:
         if self.fixed_seg is not None and self.moving_seg is None:
@@ -64,45 +80,51 @@ class PairInputs:
 class RegisterOptions:
     """How to register a pair. `carlreg.register` and `carl register` take their defaults from here."""
 
-    transform: Annotated[TransformKind, "The kind of transform."] = "deformable"
+    transform: Annotated[TransformKind, "The kind of transform.", QUALITY] = "deformable"
     io_iterations: Annotated[
         int | None,
         "Steps of instance optimisation; 0 skips it. By default 50 when optimising the weights; 20 when optimising "
         "the fields, and three times as many on each of three coarser grids; none for rigid and affine transforms.",
+        QUALITY,
     ] = None
     io_sim: Annotated[
         SimilarityChoice | Callable[..., Any],
         "The similarity measure to optimise. auto: lncc if the contrasts of the scans agree, otherwise lncc2, which "
         "does not mind inverted contrast.",
+        QUALITY,
     ] = "auto"
     optimize: Annotated[
         Optimize,
         "Optimise the displacement fields on the scans' own voxels, or the network's weights, as in the paper. auto: "
         "the fields.",
+        QUALITY,
     ] = "auto"
     regularity: Annotated[
         float | None,
         "Weight of the regulariser. By default 1.5 when optimising the weights, 0.75 when optimising the fields; "
         "3 if --io-sim auto finds that the contrasts differ.",
+        QUALITY,
     ] = None
     fit_source: Annotated[
-        FitSource, "Fit rigid and affine transforms to the network's dense result, or to its attention alone."
+        FitSource, "Fit rigid and affine transforms to the network's dense result, or to its attention alone.", ADVANCED
     ] = "network"
     allow_identity: Annotated[
-        bool, "Start the optimisation from the unregistered images if they match better than the network's result."
+        bool,
+        "Start the optimisation from the unregistered images if they match better than the network's result.",
+        ADVANCED,
     ] = True
     certainty: Annotated[
-        bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere."
+        bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere.", OUTPUT
     ] = False
-    nan: Annotated[float | None, "Replace NaN and infinite values by this number."] = None
+    nan: Annotated[float | None, "Replace NaN and infinite values by this number.", IMAGES] = None
     frame: Annotated[
-        Any, "The time point of 4-D images, or the page of TIFF files, from 0; N,M for fixed and moving."
+        Any, "The time point of 4-D images, or the page of TIFF files, from 0; N,M for fixed and moving.", IMAGES
     ] = None
     channel: Annotated[
-        Any, "The channel of images in colour, from 0, or luminance, as for pictures; N,M for fixed and moving."
+        Any, "The channel of images in colour, from 0, or luminance, as for pictures; N,M for fixed and moving.", IMAGES
     ] = None
-    device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps."] = "auto"
-    seed: Annotated[int, "Random seed: the same seed gives the same result."] = 0
+    device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps.", ADVANCED] = "auto"
+    seed: Annotated[int, "Random seed: the same seed gives the same result.", ADVANCED] = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("transform", TransformKind), ("optimize", Optimize), ("fit_source", FitSource)):

@@ -12,8 +12,12 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Reports the part of the work that begins, and keeps the seconds of each part and all warnings."""
 
-    def __init__(self, report: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, report: Callable[[str], None] | None = None, advance: Callable[[float], None] | None = None
+    ) -> None:
         self._report = report
+        self.advance = advance
+        """Takes the share of the current part that is done, from 0 to 1, where that is known."""
         self._began: dict[str, float] = {}
         self.warnings: list[str] = []
 

@@ -31,6 +31,7 @@ from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
 from carlreg.registration.similarity import with_similarity
+from carlreg.registration.watch import watched
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ def solve(
         maps: Maps = search.transform, search.transform.inverse()
     else:
         progress.begin("network")
-        maps = _both(network, pair)
+        with watched(network, pair.moving.tensor, pair.fixed.tensor, progress.advance):
+            maps = _both(network, pair)
     options, reason = with_similarity(options, maps[0], pair)
     chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
     chosen["first"] = maps

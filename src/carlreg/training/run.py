@@ -22,7 +22,7 @@ from carlreg.fast.devices import choose_device
 from carlreg.files.atomic import PathLike
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.training import cache, cohort
-from carlreg.training.checkpoint import BOARD, FORMAT, RunFolder
+from carlreg.training.checkpoint import BOARD, FORMAT, Checkpoint, RunFolder
 from carlreg.training.cohort import Cohort, DatasetError
 from carlreg.training.distributed import Team, check_batch, launch, ranks
 from carlreg.training.logging import Board, picture, plot_curves, wants_board
@@ -163,8 +163,7 @@ class _Session:
         settings, count = plan.settings, len(plan.training.cases)
         self.stages = settings.stages()
         self.offsets = [sum(stage.steps for stage in self.stages[:i]) for i in range(len(self.stages) + 1)]
-        checkpoint = folder.read_checkpoint()
-        self.done = 0 if checkpoint is None else self.offsets[min(checkpoint.stage, len(self.stages))] + checkpoint.step
+        self.done = self._steps_of(folder.read_checkpoint())
         self.step = self.done
         self.pairs = TrainingPairs(
             plan.training,
@@ -180,7 +179,7 @@ class _Session:
             ),
             labelled=settings.overlap_weight > 0,
             maps=plan.maps,
-            map_share=settings.label_map_share,
+            map_share=settings.map_share,
         )
         self.validation = None
         if plan.validation is not None and team.leads:
@@ -239,8 +238,20 @@ class _Session:
             if self.board is not None:
                 self.board.close()
         if self.team.leads:
+            self._report_unfinished(seconds)
             plot_curves(self.folder.path, None if self.validation is None else self.validation.measure)
             self._warn_if_useless()
+
+    def _report_unfinished(self, seconds: float | None) -> None:
+        checkpoint, total = self.folder.read_checkpoint(), self.offsets[-1]
+        done = self._steps_of(checkpoint)
+        if seconds is not None and done < total:
+            again = f"the same command continues from there; its model so far is in {self.folder.path}"
+            self.monitor.report(f"stopped after {seconds:g} seconds, at step {done} of {total}: {again}")
+
+    def _steps_of(self, checkpoint: Checkpoint | None) -> int:
+        """The number of steps up to a checkpoint, over all stages."""
+        return 0 if checkpoint is None else self.offsets[min(checkpoint.stage, len(self.stages))] + checkpoint.step
 
     def _progress(self, progress: Progress) -> None:
         self.step = self.offsets[progress.stage] + progress.step

@@ -105,7 +105,9 @@ class Settings:
         "the loss compares both in the same one.",
         AUGMENTATION,
     ] = None
-    label_map_share: Annotated[float, "Share of pairs that are made from --label-maps.", AUGMENTATION] = 0.3
+    label_map_share: Annotated[
+        float | None, "Share of pairs that are made from --label-maps. By default 0.3.", AUGMENTATION
+    ] = None
     rotate: Annotated[
         bool | None,
         "Rotate both images by random angles, and rotate the result back before the loss. By default only for "
@@ -132,8 +134,13 @@ class Settings:
             _check_least(name, getattr(self, name), 0)
         _check_least("affine_noise", self.affine_noise, 0)
         for name in (*SHARES, "label_map_share"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
+            if (share := getattr(self, name)) is not None and not 0 <= share <= 1:
                 raise InputError(f"{name} is {share}; expected a share from 0 to 1")
+        if self.label_map_share is not None and self.label_maps is None:
+            raise InputError(
+                f"label_map_share is {self.label_map_share:g}, but there are no label maps; expected label_maps, the "
+                "folder of these (--label-maps)"
+            )
         if self.handed is not None and (self.model != "carl_rot" or self.handed < 0):
             raise InputError(
                 f"handed is {self.handed} for {self.model}; expected 0 or more, and only for a new carl_rot"
@@ -169,6 +176,11 @@ class Settings:
     def overlap_weight(self) -> float:
         """The weight of label overlap in the loss."""
         return float(self.label_maps is not None) if self.label_weight is None else self.label_weight
+
+    @property
+    def map_share(self) -> float:
+        """The share of pairs that are made from label maps."""
+        return 0.3 if self.label_map_share is None else self.label_map_share
 
     def stages(self) -> list[Stage]:
         """The stages of the run, without those of 0 steps."""

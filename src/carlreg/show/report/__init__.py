@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import carlreg
-from carlreg.errors import OutputError
+from carlreg.errors import OVERWRITE, OutputError
 from carlreg.files.atomic import PathLike, write_atomically
 from carlreg.files.images import Image
 from carlreg.files.label_names import Names, guess_names, read_names
@@ -30,6 +30,7 @@ from carlreg.show.report.volumes import is_reduced, label_numbers, page_data, vo
 Row = tuple[str, ...]
 METRICS = {
     "folds_percent": ("folds", "% of the fixed image"),
+    "sd_log_jacobian": ("SDlogJ", "spread of the volume change"),
     "inverse_consistency_mm": ("inverse consistency error", "mm on average"),
     "inverse_error_mm": ("error of the written inverse", "mm on average"),
     "inverse_error_max_mm": ("error of the written inverse", "mm at most"),
@@ -37,6 +38,8 @@ METRICS = {
     "dice_after": ("Dice after", ""),
     "tre_before_mm": ("landmark error before", "mm on average"),
     "tre_after_mm": ("landmark error after", "mm on average"),
+    "guide_before_mm": ("guide points before", "mm apart on average"),
+    "guide_after_mm": ("guide points after", "mm apart on average"),
 }
 
 
@@ -69,7 +72,7 @@ def write(
     """
     target = Path(path)
     if target.exists() and not overwrite:
-        raise OutputError(f"{target} exists already; choose another name, or overwrite=True")
+        raise OutputError(f"{target} exists already; choose another name, or {OVERWRITE}")
     text = page(registration, spread=spread, dice=dice, label_names=label_names)
     write_atomically(target, text.encode())
     return target

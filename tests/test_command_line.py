@@ -1,0 +1,225 @@
+"""The command line as a person meets it: help, advice, directions, progress, and one number for one thing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+
+from carlreg import gradicon, register
+from carlreg.cli._shared import time_left
+from carlreg.errors import ExistsError, OutputError, user_message
+from carlreg.files import atomic, images, transform_files
+from carlreg.files.images import Image
+from carlreg.registration.api import register_pair
+from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.watch import watched
+
+sitk = pytest.importorskip("SimpleITK")
+from test_cli import Run, data, pair, refused, run  # noqa: E402, F401
+
+SECTIONS = ("Images", "Quality", "Labels and landmarks", "Output", "Advanced")
+
+
+def test_help_of_register_at_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Examples first, then options in five groups, none of them cut; what is required is marked."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("register", "--help")[0] == 0
+    text: str = run.out  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in re.sub(r"fixed_s,\s+…", "", text)
+    places = [text.index(f"\n{title}:\n") for title in ("Examples", *SECTIONS)]
+    assert places == sorted(places)
+    assert "Options:" not in text
+    assert len([line for line in text.splitlines() if line.startswith("  carl register ")]) == 3
+    parts = re.split(r"\n([A-Z][a-z ]+):\n", text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    for section, names in (
+        ("Images", ("fixed", "moving", "pairs", "initial-transform", "frame")),
+        ("Quality", ("model", "transform", "io-iterations")),
+        ("Labels and landmarks", ("fixed-seg", "moving-landmarks", "guide")),
+        ("Output", ("out", "overwrite", "html")),
+        ("Advanced", ("device", "seed", "threads", "quiet", "help")),
+    ):
+        for name in names:
+            assert re.search(rf"--{name}\b", sections[section]), (section, name)
+    for name in ("-f, --fixed", "-m, --moving", "-o, --out"):
+        where = text.index(name)
+        assert "[required" in text[where : text.index("\n  -", where)], name
+
+
+def test_every_error_about_existing_results_names_overwrite(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    assert run(*pair(data, out, "--no-html"))[0] == 0
+    refused(run, pair(data, out), "--overwrite")
+    refused(run, ["warp", "-i", data / "moving.nii.gz", "-t", out, "-o", out / "warped.nii.gz"], "--overwrite")
+    refused(run, ["jacobian", "-t", out, "-o", out / "warped.nii.gz"], "--overwrite")
+    refused(run, ["convert", out, out / "transform.h5"], "--overwrite")
+    table = tmp_path / "pairs.csv"
+    table.write_text(f"name,fixed,moving\nout,{data / 'fixed.nii.gz'},{data / 'moving.nii.gz'}\n", encoding="utf-8")
+    words = ["register", "--pairs", table, "-o", tmp_path, "--model", data / "small.safetensors", "--io-iterations", 1]
+    code, err = run(*words)
+    assert code == 1
+    assert "io_iterations=0 instead of 1" in err
+    assert "--overwrite" in err
+    for refuse in (atomic.refuse_existing, lambda path, no: atomic.refuse_result(path.parent, "report.json", no)):
+        with pytest.raises(ExistsError, match="--overwrite"):
+            refuse(out / "report.json", False)
+
+
+def test_a_result_folder_defines_both_grids(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    """`warp --inverse` needs no reference: the displacements of the inverse lie on the moving image's voxels, and a
+    rigid result's report names the moving image."""
+    moving = images.read(data / "moving.nii.gz")
+    for number, more in enumerate(([], ["--transform", "rigid"])):
+        out, target = tmp_path / f"out{number}", tmp_path / f"back{number}.nii.gz"
+        assert run(*pair(data, out, "--no-html", *more))[0] == 0
+        assert run("warp", "-i", data / "fixed.nii.gz", "-t", out, "--inverse", "-o", target)[0] == 0
+        back = images.read(target)
+        assert back.shape == moving.shape
+        assert np.allclose(back.affine, moving.affine, atol=1e-4)
+        assert np.abs(back.data.astype(int) - moving.data).mean() < 0.1 * moving.data.mean()
+
+
+def test_the_wrong_direction_is_noticed(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    segs = ["--fixed-seg", data / "fixed_seg.nii.gz", "--moving-seg", data / "moving_seg.nii.gz"]
+    assert run(*pair(data, out, "--no-html", *segs))[0] == 0
+    to = ["-t", out, "-o", tmp_path / "warped.nii.gz"]
+    refused(run, ["warp", "-i", data / "fixed.nii.gz", *to], "belongs to the fixed image of")
+    refused(run, ["warp", "-i", data / "fixed_seg.nii.gz", "--labels", *to], "give --inverse")
+    refused(run, ["warp", "-i", data / "moving.nii.gz", "--inverse", *to], "leave --inverse out")
+    assert run("warp", "-i", data / "moving_seg.nii.gz", "--labels", *to)[0] == 0
+    same = tmp_path / "same"
+    words = ["register", "-f", data / "fixed.nii.gz", "-m", data / "fixed.nii.gz", "-o", same, "--no-html"]
+    assert run(*words, "--model", data / "small.safetensors", "--io-iterations", 0)[0] == 0
+    assert run("warp", "-i", data / "fixed.nii.gz", "-t", same, "-o", tmp_path / "fine.nii.gz")[0] == 0
+
+
+def test_an_initial_transform_from_a_result_folder(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    first = tmp_path / "first"
+    assert run(*pair(data, first, "--no-html", "--transform", "rigid"))[0] == 0
+    for number, source in enumerate((first, first / "transform.h5")):
+        assert run(*pair(data, tmp_path / f"{number}", "--no-html", "--initial-transform", source))[0] == 0
+    one, two = (transform_files.read(tmp_path / f"{number}" / "transform.h5") for number in range(2))
+    points = np.random.default_rng(0).uniform(0, 20, (20, 3))
+    assert np.array_equal(one(points), two(points))
+    report = json.loads((tmp_path / "0" / "report.json").read_text(encoding="utf-8"))
+    assert report["inputs"]["initial_transform"]["sha256"]
+
+
+def test_a_full_disk_is_named(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, err = run(*pair(data, tmp_path / "out", "--no-html"))
+    assert code == 1
+    assert "the disk is full; free some space, then run the same command again" in err
+    assert not (tmp_path / "out").exists()
+    quota = OutputError(errno.EDQUOT, "Disk quota exceeded", "/home/me/scan.nii.gz")
+    assert user_message(quota).startswith("/home/me/scan.nii.gz cannot be written: your quota")  # type: ignore[union-attr]
+
+
+def test_the_network_reports_its_share(data: Path) -> None:  # noqa: F811
+    """Shares rise from 0 to 1, and the result is the same as without a report."""
+    shares: list[float] = []
+    fixed, moving = (data / f"{name}.nii.gz" for name in ("fixed", "moving"))
+    inputs, options = PairInputs(fixed=fixed, moving=moving), RegisterOptions(io_iterations=0, device="cpu")
+    watched_result = register_pair(inputs, data / "small.safetensors", options, advance=shares.append)
+    assert shares == sorted(shares)
+    assert len(shares) > 10
+    assert shares[0] < 0.5
+    assert shares[-1] == pytest.approx(1, abs=0.1)
+    alone = register_pair(inputs, data / "small.safetensors", options)
+    assert np.array_equal(watched_result.transform.displacement, alone.transform.displacement)
+    network, image = gradicon(3, 2, **SMALL).eval(), torch.rand(1, 1, 16, 16, 16)
+    with watched(network, image, image, shares.append):
+        pass
+    assert not any(module._forward_hooks for module in network.modules())
+    assert time_left(40.2, 75) == "40 %, 1:15 left"
+    assert time_left(0, None) == "0 %"
+
+
+def numbers_in(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"(folds|SDlogJ) ([\d.]+)", text)}
+
+
+def test_one_number_for_one_thing(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    """report.json, `carl info`, `carl jacobian` and `carl evaluate` agree on folds, SDlogJ, Dice and landmarks."""
+    fixed, moving = (images.read(data / f"{name}.nii.gz") for name in ("fixed", "moving"))
+    rng = np.random.default_rng(0)
+    noisy = Image((moving.data + rng.normal(0, 60, moving.shape)).astype(np.int16), moving.affine)
+    images.write(Image(np.roll(noisy.data, 2, axis=0), noisy.affine), tmp_path / "moving.nii.gz")
+    for name, image in (("fixed", fixed), ("moving", noisy)):
+        labels = np.digitize(image.data, [200, 500, 900]).astype(np.uint8)
+        if name == "moving":
+            labels[0, 0, 0] = 7  # which the fixed image has not
+        images.write(Image(labels, image.affine), tmp_path / f"{name}_seg.nii.gz")
+        corners = image.affine @ np.array([[5, 5, 5, 1], [10, 8, 9, 1]]).T
+        rows = "\n".join(",".join(map(str, point)) for point in corners[:3].T)
+        (tmp_path / f"{name}.csv").write_text(f"x,y,z\n{rows}\n", encoding="utf-8")
+    columns = "name,fixed,moving,fixed_seg,moving_seg,fixed_landmarks,moving_landmarks"
+    row = f"one,{data / 'fixed.nii.gz'},moving.nii.gz,fixed_seg.nii.gz,moving_seg.nii.gz,fixed.csv,moving.csv"
+    (tmp_path / "pairs.csv").write_text(f"{columns}\n{row}\n", encoding="utf-8")
+    words = ["register", "--pairs", tmp_path / "pairs.csv", "-o", tmp_path / "out", "--model"]
+    code, err = run(*words, data / "small.safetensors", "--io-iterations", 4, "--regularity", 0, "--io-sim", "ssd")
+    assert code == 0, err
+    assert "not scored: 7" in err
+    one = tmp_path / "out" / "one"
+    report = json.loads((one / "report.json").read_text(encoding="utf-8"))
+    metrics, close = report["metrics"], {"abs": 2e-3}
+    assert metrics["sd_log_jacobian"] > 0.01  # something bends
+    assert sorted(report["dice"]["after"]) == ["1", "2", "3"]
+    run("info", one, "--json")
+    assert json.loads(run.out)["metrics"] == metrics  # type: ignore[attr-defined]
+    run("jacobian", "-t", one, "-o", tmp_path / "jacobian.nii.gz")
+    printed = numbers_in(run.out)  # type: ignore[attr-defined]
+    assert printed["folds"] == pytest.approx(metrics["folds_percent"], **close)
+    assert printed["SDlogJ"] == pytest.approx(metrics["sd_log_jacobian"], **close)
+    _, err = run("evaluate", tmp_path / "pairs.csv", "--method", f"ours={tmp_path / 'out'}", "-o", tmp_path / "scores")
+    assert "label 7 is missing from the fixed labels" in err
+    text = (tmp_path / "scores" / "scores.json").read_text(encoding="utf-8")
+    (scores,) = [entry for entry in json.loads(text)["scores"] if entry["method"] == "ours"]
+    assert scores["dice"] == pytest.approx(metrics["dice_after"], **close)
+    assert scores["dice_per_label"] == pytest.approx(report["dice"]["after"], **close)
+    assert scores["tre_mm"] == pytest.approx(metrics["tre_after_mm"], abs=0.02)
+    assert scores["folds_percent"] == pytest.approx(metrics["folds_percent"], **close)
+    assert scores["sd_log_jacobian"] == pytest.approx(metrics["sd_log_jacobian"], **close)
+    assert scores["inverse_consistency_mm"] == pytest.approx(metrics["inverse_consistency_mm"], **close)
+
+
+def test_shells_complete_commands_and_options() -> None:
+    def complete(words: str, number: int) -> list[str]:
+        variables = {"COMP_WORDS": words, "COMP_CWORD": str(number), "_CARL_COMPLETE": "complete_bash"}
+        command = [sys.executable, "-m", "carlreg"]
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+        return done.stdout.split()
+
+    assert complete("carl reg", 1) == ["register"]
+    assert {"--fixed", "--fixed-seg"} <= set(complete("carl register --fix", 2))
+
+
+def test_a_rigid_result_has_the_same_metrics(data: Path) -> None:  # noqa: F811
+    result = register(
+        fixed=data / "fixed.nii.gz",
+        moving=data / "moving.nii.gz",
+        model=data / "small.safetensors",
+        transform="rigid",
+        device="cpu",
+    )
+    assert result.metrics["folds_percent"] == result.metrics["sd_log_jacobian"] == 0
