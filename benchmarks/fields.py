@@ -27,7 +27,7 @@ from carlreg.geometry.jacobian import folding
 from carlreg.geometry.resizing import resize
 from carlreg.geometry.transforms import Transform, warp
 from carlreg.model.files import load
-from carlreg.model.shipped import pretrained
+from carlreg.model.loaded import load_model
 from carlreg.objective.fields import optimize_fields
 from carlreg.objective.metrics import dice, mean_score
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, default=[{}], help="a JSON list of keyword arguments")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = (load(arguments.model) if arguments.model else pretrained()).to(device).eval()
+    network = load(arguments.model).to(device).eval() if arguments.model else load_model("default", device).network
     report: dict[str, Any] = {"commit": arguments.commit, "machine": machine_name(device), "seed": 0}
     report |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "runs": arguments.runs, "rows": []}
     with np.load(arguments.pairs) as arrays:

@@ -1,11 +1,11 @@
 """Prepare pairs of kept-apart subjects for `fields.py`, which runs where neither the data nor their readers are.
 
     python benchmarks/pack.py DATA pairs.npz
-    python benchmarks/pack.py DATA dev.npz --dev --sets brain abdomen abdomen_mr cardiac hippocampus
+    python benchmarks/pack.py DATA dev-brain.npz --dev --sets brain --most 2
 
-Of the first two val subjects of each set, or with `--dev` of pairs of the last three train subjects, what the network
-sees, on the scans' own voxels: images and labels as bytes, and the size of the voxels in mm. Patient data: do not
-commit the file.
+Of the first two val subjects of each set, or with `--dev` of ordered pairs of the last three train subjects, what the
+network sees, on the scans' own voxels: images and labels as bytes, and the size of the voxels in mm. Patient data: do
+not commit the file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dev", action="store_true", help="pairs to choose settings on")
     parser.add_argument("--sets", nargs="+", default=["brain", "abdomen"])
+    parser.add_argument("--most", type=int, help="pairs of each set, at most")
     arguments = parser.parse_args()
     model = load_model("default", "cpu")
     arrays: dict[str, Any] = {}
     for name in arguments.sets:
-        for number, paths in enumerate(pairs(arguments.data / name, arguments.dev)):
+        for number, paths in enumerate(pairs(arguments.data / name, arguments.dev)[: arguments.most]):
             key = f"{name}-{number}" if arguments.dev else name
             arrays |= {f"{key}/{part}": array for part, array in packed(name, paths, model).items()}
     np.savez_compressed(arguments.out, **arrays)
@@ -50,9 +51,10 @@ def pairs(folder: Path, dev: bool) -> list[tuple[Path, Path]]:
     if not dev:
         return [(paths[0], paths[1])]
     if folder.name == "cardiac":
-        return [(paths[-6], paths[-5]), (paths[-3], paths[-4]), (paths[-2], paths[-1])]
+        phases = [(paths[at], paths[at + 1]) for at in (-6, -4, -2)]
+        return phases + [(moving, fixed) for fixed, moving in phases]
     a, b, c = paths[-3:]
-    return [(a, b), (b, c), (c, a)]
+    return [(a, b), (b, c), (c, a), (b, a), (c, b), (a, c)]
 
 
 def packed(name: str, paths: tuple[Path, Path], model: LoadedModel) -> dict[str, Any]:

@@ -1,10 +1,14 @@
-"""Compare settings of field optimisation on kept-back training subjects: Dice, folds and seconds.
+"""Compare settings of field optimisation on kept-back training subjects: Dice, folds, losses and seconds.
 
-    python benchmarks/pack.py DATA dev.npz --dev --sets brain abdomen abdomen_mr cardiac hippocampus
-    PYTHONPATH=src python experiments/base/tune_fields.py dev.npz experiments/base/results/fields-5.json
+    for set in brain abdomen cardiac hippocampus; do
+        python benchmarks/pack.py DATA carry/dev-$set.npz --dev --sets $set --most 4
+    done
+    PYTHONPATH=src python experiments/base/tune_fields.py carry/dev-*.npz --out experiments/base/results/fields-6.json
 
-Every pair is optimised with each setting, the arguments of `optimize_fields`, from the model's result. Settings that
-the output already has are skipped. Results before fields-5.json are of an earlier implementation.
+Every pair is optimised with each of its set's settings, the arguments of `optimize_fields`, from the model's result or,
+with "start", from an affine map found by search or from the identity. Results are written after each, and those that
+the output already has are skipped. `--table` prints the means of a file. Results before fields-6.json are of earlier
+implementations.
 """
 
 from __future__ import annotations
@@ -20,81 +24,141 @@ import numpy as np
 import torch
 
 from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import Identity, Transform
 from carlreg.model.files import load
-from carlreg.model.shipped import pretrained
+from carlreg.model.loaded import load_model
 from carlreg.objective.fields import optimize_fields
+from carlreg.registration.affine_search import Scan, search_affine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from fields import Pair, machine_name  # type: ignore[import-not-found]
 
-GENTLE: dict[str, Any] = {"levels": 1, "learning_rate": 0.1}
-SETTINGS: list[dict[str, Any]] = [
+Settings = dict[str, Any]
+WIDE: list[Settings] = [
     {},
-    {"window": 1.5},
-    {"window": 2.5},
-    {"window": 3.0},
-    {"weight": 0.1},
-    {"weight": 0.3},
-    {"weight": 1.5},
-    {"fold_weight": 2.0},
-    {"fold_weight": 10.0},
+    {"levels": 5},
     {"fold_weight": 20.0},
-    {"smoothing": 1.5},
-    {"smoothing": 2.5},
-    {"smoothing": 3.0},
-    {"learning_rate": 0.5},
+    {"weight": 2.0},
+    {"coarse_steps": 30},
     {"steps": 10},
+    {"window": 3.0},
+    {"smoothing": 3.0},
+    {"start": "affine"},
+    {"decay": 0.9},
+    {"learning_rate": 0.5},
+    {"steps": 10, "decay": 0.9},
+    {"coarse_steps": 120},
+    {"levels": 3},
+    {"weight": 0.3},
+    {"window": 1.5},
+    {"smoothing": 1.5},
+    {"start": "affine", "levels": 5, "fold_weight": 20.0},
+    {"learning_rate": 2.0, "decay": 0.9},
+    {"similarity": "lncc2"},
     {"steps": 40},
+    {"weight": 2.0, "smoothing": 3.0},
+    {"window": 3.0, "weight": 2.0},
+    {"steps": 10, "coarse_steps": 40, "decay": 0.9},
+]
+"""For brains and abdomens, the most important first."""
+SLICES: list[Settings] = [
+    {},
+    {"start": "identity"},
     {"levels": 3},
     {"levels": 5},
-    GENTLE,
-    {**GENTLE, "window": 2.5},
-    {**GENTLE, "window": 3.0},
-    {**GENTLE, "levels": 2},
+    {"weight": 0.3},
+    {"weight": 2.0},
+    {"window": 3.0},
+    {"smoothing": 3.0},
+    {"fold_weight": 20.0},
+    {"decay": 0.9},
+    {"steps": 10, "decay": 0.9},
+    {"learning_rate": 0.5},
 ]
+"""For hearts in thick slices."""
+SMALL: list[Settings] = [
+    {"levels": levels, "learning_rate": rate, **more}
+    for levels, rate in ((1, 0.1), (2, 0.1), (3, 0.1), (1, 0.3), (2, 0.3))
+    for more in ({}, {"weight": 3.0}, {"window": 3.0}, {"smoothing": 3.0})
+]
+"""For crops of the hippocampus."""
+SETTINGS = {"hippocampus": SMALL, "cardiac": SLICES}
+Maps = tuple[Transform, Transform]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("pairs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="model file (default: the default model)")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="a JSON list of keyword arguments")
+    parser.add_argument("--settings", type=json.loads, help="a JSON list of keyword arguments, for all sets")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
+    parser.add_argument("--table", action="store_true", help="only print the means of the output")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = (load(arguments.model) if arguments.model else pretrained()).to(device).eval()
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    if arguments.table:
+        print("\n".join(sorted(map(line, report["rows"]))))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = load(arguments.model).to(device).eval() if arguments.model else load_model("default", device).network
     report |= {"machine": machine_name(device), "torch": torch.__version__, "seed": 0}
-    with np.load(arguments.pairs) as arrays:
-        pairs = {name: Pair(arrays, name, network, device) for name in sorted({key.split("/")[0] for key in arrays})}
-    starts = {name: pair.answer() for name, pair in pairs.items()}
-    for settings in [None, *arguments.settings]:
-        for name in sorted({name.rpartition("-")[0] for name in pairs}):
-            if (name, settings) in [(row["set"], row["settings"]) for row in report["rows"]]:
-                continue
-            if time.monotonic() - begin > arguments.seconds:
-                return
-            scores = [score(pair, starts[key], settings) for key, pair in pairs.items() if key.startswith(f"{name}-")]
-            means = {part: round(float(np.mean([one[part] for one in scores])), 4) for part in scores[0]}
-            report["rows"].append({"set": name, "settings": settings, "commit": arguments.commit, **means})
-            print(json.dumps(report["rows"][-1]), flush=True)
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    pairs: dict[str, Any] = {}
+    for path in arguments.pairs:
+        with np.load(path) as arrays:
+            names = sorted({key.split("/")[0] for key in arrays})
+            pairs |= {name: Pair(arrays, name, network, device) for name in names}
+    starts: dict[tuple[str, str], Maps] = {}
+    sets = {name.rpartition("-")[0]: None for name in pairs}
+    wanted = [(name, arguments.settings or SETTINGS.get(name, WIDE)) for name in sets]
+    order = [(n, name, settings) for name, every in wanted for n, settings in enumerate([None, *every])]
+    for _, name, settings in sorted(order, key=lambda one: (one[1] in ("abdomen", "brain"), one[0])):
+        if (name, settings) in [(row["set"], row["settings"]) for row in report["rows"]]:
+            continue
+        if time.monotonic() - begin > arguments.seconds:
+            print("out of time", flush=True)
+            return
+        scores = []
+        for key in (key for key in pairs if key.rpartition("-")[0] == name):
+            options = dict(settings or {})
+            which = key, options.pop("start", "network")
+            if which not in starts:
+                starts[which] = start(pairs[key], which[1])
+            scores.append({"pair": key, **score(pairs[key], starts[which], None if settings is None else options)})
+        report["rows"].append({"set": name, "settings": settings, "commit": arguments.commit, "pairs": scores})
+        print(line(report["rows"][-1]), flush=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def score(pair: Any, start: Any, settings: dict[str, Any] | None) -> dict[str, float]:
-    """Of the network's result, without settings."""
-    begin = time.perf_counter()
-    phi = start[0]
+def start(pair: Any, name: str) -> Maps:
+    if name == "network":
+        forward, backward = pair.answer()
+        return forward, backward
+    if name == "identity":
+        return Identity(), Identity()
+    moving, fixed = (Scan(getattr(pair, role), pair.spacings[f"{role}_spacing"]) for role in ("moving", "fixed"))
+    affine = search_affine(moving, fixed).transform
+    return affine, affine.inverse()
+
+
+def score(pair: Any, maps: Maps, settings: Settings | None) -> dict[str, float]:
+    """Of the start, without settings."""
+    begin, phi, losses = time.perf_counter(), maps[0], []
     if settings is not None:
         options = {"moving": pair.moving, "fixed": pair.fixed, **pair.spacings, **settings}
-        phi = optimize_fields(*start, **options).transform
+        result = optimize_fields(*maps, **options)
+        phi, losses = result.transform, [result.losses[0]["total"], result.losses[result.best]["total"]]
     if pair.fixed.is_cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    return {"dice": pair.dice(phi), "folds": folding(phi, pair.fixed), "seconds": seconds}
+    row: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 4), "losses": losses}
+    return row | {"dice": pair.dice(phi), "folds": folding(phi, pair.fixed)}
+
+
+def line(row: dict[str, Any]) -> str:
+    means = {part: np.mean([one[part] for one in row["pairs"]]) for part in ("dice", "folds", "seconds")}
+    text = "network" if row["settings"] is None else json.dumps(row["settings"])
+    return f"{row['set']:12} {means['dice']:.4f} {means['folds']:.4f} % {means['seconds']:.3f} s  {text}"
 
 
 if __name__ == "__main__":

@@ -84,8 +84,10 @@ def optimize_fields(
     fixed: Tensor,
     *,
     steps: int = FIELD_STEPS,
+    coarse_steps: int | None = None,
     levels: int = LEVELS,
     learning_rate: float = 1.0,
+    decay: float = 0.0,
     smoothing: float = 2.0,
     similarity: str | Similarity = "lncc",
     window: float = 2.0,
@@ -107,9 +109,10 @@ def optimize_fields(
     more easily than a network's output, so `fold_weight` times a penalty is added. `weight` is that of GradICON.
     `guide` pulls points of one image to their partners in the other.
 
-    There are `steps` on the finest of the `levels`, the images' own grid, preceded by three times as many on each of
-    the coarser ones, where they cost little. Their unit doubles with each level; only axes with smaller voxels than
-    that are made coarser.
+    There are `steps` on the finest of the `levels`, the images' own grid, preceded by `coarse_steps`, by default three
+    times as many, on each of the coarser ones, where they cost little. Their unit doubles with each level; only axes
+    with smaller voxels than that are made coarser. In the course of each level the learning rate falls by the fraction
+    `decay`.
 
     Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
     or if the images already match perfectly or cannot be compared, the given transforms are returned; with a guide,
@@ -125,7 +128,7 @@ def optimize_fields(
     ones = (1.0,) * (fixed.dim() - 2)
     f = Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
     m = Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
-    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, guide)
+    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, guide, decay)
     with torch.inference_mode(False), torch.no_grad():
         finest = _Level(f, m, max(min(f.spacing), min(m.spacing)), settings)
         given = transform.detach(), inverse.detach()
@@ -134,18 +137,16 @@ def optimize_fields(
             raise NotFiniteError("the transform that the optimisation starts from is not finite")
         if (reason := finest.meaningless(start)) is not None or (guide is None and finest.matches(start)):
             return Optimized(*given, [] if reason else [finest.loss(start).floats()], 0, reason)
-        done = 0
+        done, coarse_steps = 0, COARSE * steps if coarse_steps is None else coarse_steps
         for level in reversed(range(1, levels)):
             coarse = finest.shrink(2**level)
             begin = [own.resampled(field, other) for field, own, other in zip(fields, (f, m), coarse.both, strict=True)]
-            found, losses, _ = coarse.descend(begin, COARSE * steps, done, callback)
+            found, losses, _ = coarse.descend(begin, coarse_steps, done, callback)
             moves = (new - old for new, old in zip(found, begin, strict=True))
             parts = zip(fields, moves, coarse.both, (f, m), strict=True)
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
-            done += COARSE * steps
+            done += coarse_steps
         least = (1 - GAIN) * float(finest.loss(start).total) if guide is None else math.inf
-        if done and not float(finest.loss(fields).total) < least:
-            fields = start
         found, losses, best = finest.descend(fields, steps, done, callback)
         bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss["total"])), None)
         stopped = None if bad is None else f"the loss became {losses[bad]['total']} at step {done + bad}"
@@ -170,6 +171,7 @@ class _Settings:
     smoothing: float
     seed: int
     guide: Guide | None = None
+    decay: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +291,7 @@ class _Level:
         self, start: Sequence[Tensor], steps: int, first: int, callback: Callback | None
     ) -> tuple[list[Tensor], list[dict[str, float]], int]:
         """Take steps, numbered from `first`: the fields with the lowest loss, all losses, and which was the lowest."""
-        rate = self.settings.learning_rate
+        rate, decay = self.settings.learning_rate, self.settings.decay
         changes, mean, square = ([torch.zeros_like(field) for field in start] for _ in range(3))
         best = [field.clone() for field in start]
         lowest = start[0].new_full((), math.inf)
@@ -304,13 +306,14 @@ class _Level:
             better = parts[0] < lowest
             lowest.copy_(torch.where(better, parts[0], lowest))
             count.add_(1)
+            pace = rate * (1 - decay * count / (steps + 1))
             for n, side in enumerate(self.sides):
                 best[n].copy_(torch.where(better, fields[n], best[n]))
                 gradient = side.moves_backward(gradients[n])
                 mean[n].lerp_(gradient, 0.1)
                 square[n].lerp_(gradient.square(), 0.001)
                 speed = (square[n] / (1 - 0.999**count)).sqrt_().add_(SLOW)
-                changes[n].sub_(mean[n] / speed * (rate / (1 - 0.9**count)))
+                changes[n].sub_(mean[n] / speed * (pace / (1 - 0.9**count)))
 
         def after(number: int) -> None:
             if callback is not None:

@@ -28,6 +28,8 @@ CONTRAST = 1e-4
 """Windows of the target with this variance count half: less contrast is mostly noise."""
 THICK = 1.5
 """Voxels longer than so many of the finest axis are not joined along their axis."""
+ROUND = 0.5
+"""Standard deviation, in voxels of a coarse field, of the Gaussian that smooths it on a finer grid."""
 LEAST_SIDE = 8
 """No grid is made coarser than this."""
 
@@ -89,11 +91,14 @@ class Picture:
         return [averaging(c, torch.arange(n, dtype=torch.float64) / k, 1.0).to(self.image) for c, n, k in sides]
 
     def resampled(self, field: Tensor, other: Picture) -> Tensor:
-        """A field of this image, interpolated at the voxels of another one's field."""
+        """A field of this image, interpolated at the voxels of another one's field. If those are smaller, it is also
+        smoothed: creases between the cells of a coarse grid would be folds on a fine one."""
         matrices = []
         for n, own, step, count in zip(self.control, self.steps, other.steps, other.control, strict=True):
             index = (torch.arange(count, dtype=torch.float64) * step / own).clamp(0, n - 1)
-            matrices.append(averaging(n, index, max(step / own, 1.0)).to(field))
+            matrix = averaging(n, index, max(step / own, 1.0)).double()
+            smooth = gaussian(count, ROUND * math.sqrt(max((own / step) ** 2 - 1, 0)), matrix)
+            matrices.append((matrix if smooth is None else matrix @ smooth / smooth.sum(0)).to(field))
         return multiply_axes(field, matrices)
 
     def warp(self, source: Tensor, positions: Tensor) -> Tensor:
