@@ -19,7 +19,8 @@ from carlreg import gradicon, register
 from carlreg.cli._shared import time_left
 from carlreg.errors import ExistsError, OutputError, user_message
 from carlreg.files import atomic, images, transform_files
-from carlreg.files.images import Image
+from carlreg.files.images import Image, map_points
+from carlreg.files.world_transform import WorldTransform
 from carlreg.registration.api import register_pair
 from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.watch import watched
@@ -223,3 +224,47 @@ def test_a_rigid_result_has_the_same_metrics(data: Path) -> None:  # noqa: F811
         device="cpu",
     )
     assert result.metrics["folds_percent"] == result.metrics["sd_log_jacobian"] == 0
+
+
+# ---- coordinates ----------------------------------------------------------------------------------------------------
+
+
+def test_points_outside_the_image_are_warned_of(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    """Points in RAS, read as LPS, lie elsewhere: the hint is the option that reads them right."""
+    out = tmp_path / "out"
+    assert run(*pair(data, out, "--no-html"))[0] == 0
+    for side in ("fixed", "moving"):
+        image = images.read(data / f"{side}.nii.gz")
+        inside = map_points(image.affine, [[3.0, 4.0, 5.0], [15.0, 12.0, 10.0]])
+        for name, points in (("lps", inside), ("ras", inside * [-1, -1, 1]), ("far", inside + 5000)):
+            rows = "\n".join(",".join(map(str, point)) for point in points)
+            (tmp_path / f"{name}.csv").write_text(f"x,y,z\n{rows}\n", encoding="utf-8")
+
+        def warned(name: str, *more: str, side: str = side) -> str:
+            words = ["warp-points", "-p", tmp_path / f"{name}.csv", "-t", out, "--from", side, "--overwrite"]
+            code, err = run(*words, "-o", tmp_path / "moved.csv", *more)
+            assert code == 0, err
+            return err
+
+        assert "outside" not in warned("lps")
+        assert "outside" not in warned("ras", "--space", "RAS")
+        hint = f"2 of 2 points lie outside the {side} image if read as LPS mm; are they RAS? Then give --space RAS"
+        assert hint in warned("ras")
+        assert "give --space LPS" in warned("lps", "--space", "RAS")
+        assert "check that they belong to it" in warned("far")
+
+
+def test_info_names_the_frame_and_switches_it(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    image = images.read(data / "fixed.nii.gz")
+    first = image.affine[:3, 3]
+    for space, sign in (("LPS", 1), ("RAS", -1)):
+        run("info", data / "fixed.nii.gz", "--json", "--space", space)
+        text = json.loads(run.out)[f"first_voxel_{space}_mm"]  # type: ignore[attr-defined]
+        assert np.allclose([float(x) for x in text.split()], first * [sign, sign, 1], atol=1e-3)
+    matrix = np.eye(4)
+    matrix[:3] = [[0.9, 0.1, 0.2, 3], [-0.1, 1, 0, 4], [0.3, 0, 1, 5]]
+    transform_files.write(WorldTransform.linear(matrix), tmp_path / "a.tfm")
+    run("info", tmp_path / "a.tfm", "--json", "--space", "RAS")
+    facts, flip = json.loads(run.out), np.diag([-1.0, -1.0, 1.0, 1.0])  # type: ignore[attr-defined]
+    assert "RAS mm" in facts["kind"]
+    assert np.allclose(facts["affine"], flip @ matrix @ flip, atol=1e-5)

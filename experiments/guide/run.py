@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from made import commit, machine
-
 from carlreg.files import images
 from carlreg.files.images import Image, Matrix, map_points
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.made import commit, machine
 
 PAIRS = (("20", "21"), ("22", "23"))
 COMPACT = {1: "spleen", 2: "right kidney", 3: "left kidney", 4: "gallbladder"}

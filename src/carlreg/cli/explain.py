@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,8 +22,11 @@ def explain(
     moving: Annotated[Path, "The moving image.", "-m"],
     out: Annotated[Path, "Folder for pictures, maps and report.json.", "-o"],
     point: Annotated[
-        str | None, "A point of the fixed image in LPS mm, for example 12,-40.5,130. By default its centre."
+        str | None, "A point of the fixed image in mm, for example 12,-40.5,130. By default its centre."
     ] = None,
+    space: Annotated[
+        Literal["LPS", "RAS"], "The frame of --point and of the printed match: LPS as in ITK, or RAS as in NIfTI."
+    ] = "LPS",
     model: Annotated[str, "A model's name or file."] = "default",
     fixed_seg: Annotated[Path | None, "Labels of the fixed image."] = None,
     moving_seg: Annotated[Path | None, "Labels of the moving image. With both, a linear probe is trained."] = None,
@@ -53,14 +56,17 @@ def explain(
     refuse_result(out, REPORT, overwrite)
     seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
-    expected = f"{seen.fixed.dim} numbers in LPS millimetres, separated by commas"
-    voxel = seen.voxel_at(middle if point is None else numbers(point, float, "--point", expected, seen.fixed.dim))
+    expected = f"{seen.fixed.dim} numbers in {space} millimetres, separated by commas"
+    signs = [-1.0, -1.0, 1.0] if space == "RAS" else [1.0] * 3
+    given = middle if point is None else numbers(point, float, "--point", expected, seen.fixed.dim)
+    voxel = seen.voxel_at(given if point is None else [x * s for x, s in zip(given, signs, strict=False)])
     mask, certainty = seen.mask(voxel), seen.certainty()
     centre, spread = seen.match(mask)
     drawn = seen.random_voxels(voxels, seed)
     spreads = [float(certainty.data[one]) for one in drawn]
     report: dict[str, Any] = {
         "model": model,
+        "space": "LPS",
         "point_mm": map_points(seen.fixed_lattice(), voxel).tolist(),
         "match_mm": centre.tolist(),
         "spread_mm": spread,
@@ -84,5 +90,5 @@ def explain(
         for name, picture in pictures.items():
             write_atomically(staging / name, picture)
         write_atomically(staging / REPORT, (json.dumps(report, indent=2) + "\n").encode())
-    near = ", ".join(f"{x:.1f}" for x in centre)
-    typer.echo(f"the point's match is ({near}) mm, LPS, with a spread of {spread:.1f} mm; pictures are in {out}")
+    near = ", ".join(f"{x * s:.1f}" for x, s in zip(centre, signs, strict=False))
+    typer.echo(f"the point's match is ({near}) mm, {space}, with a spread of {spread:.1f} mm; pictures are in {out}")

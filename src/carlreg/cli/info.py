@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,8 +18,14 @@ from carlreg.files.results import REPORT, ResultFolder
 def info(
     path: Annotated[Path, typer.Argument(help="An image, a transform, a model, or a folder of `carl register`.")],
     as_json: Annotated[bool, "Print JSON.", "--json"] = False,
+    space: Annotated[
+        Literal["LPS", "RAS"], "The frame of coordinates: LPS as in ITK, ANTs and DICOM, or RAS as in NIfTI."
+    ] = "LPS",
+    series: Annotated[
+        str | None, "The series of a DICOM folder that holds several: its number, UID, or a part of its description."
+    ] = None,
 ) -> None:
-    """Describe an image, a transform, a model or a result folder."""
+    """Describe an image, a transform, a model or a result folder; of a folder with DICOM, the series in it."""
     if not path.exists():
         raise InputError(f"{path} does not exist; expected an image, a transform, a model or a folder: check the path")
     if (result := ResultFolder(path)).holds_registration():
@@ -27,9 +33,9 @@ def info(
     elif path.suffix.lower() == ".safetensors":
         facts = model_facts(path)
     elif is_transform(path):
-        facts = _transform(path)
+        facts = _transform(path, space)
     else:
-        facts = _image(path)
+        facts = _image(path, space, series)
     typer.echo(json.dumps(facts, indent=2) if as_json else as_text(facts))
 
 
@@ -50,18 +56,22 @@ def as_text(facts: dict[str, Any], indent: str = "") -> str:
     return "\n".join(lines)
 
 
-def _image(path: Path) -> dict[str, Any]:
+def _image(path: Path, space: str, series: str | None) -> dict[str, Any]:
     from carlreg import preparation
     from carlreg.files import images, orientation
-    from carlreg.files.images import ImageError
+    from carlreg.files.images import Choice, ImageError
 
-    image = images.read(path)
+    if path.is_dir() and series is None and len(found := images.list_series(path)) > 1:
+        advice = "choose one by --series, its number, UID, or a part of its description"
+        return {"kind": f"{len(found)} DICOM series: {advice}", "series": {one.uid: str(one) for one in found}}
+    image = images.read(path, Choice(series=series))
+    first = (_frame(image.dim, space) @ image.affine)[:-1, -1].round(4)
     facts: dict[str, Any] = {
         "kind": f"{image.dim}-D image",
         "voxels": list(image.shape),
         "spacing_mm": [round(s, 6) for s in image.spacing],
         "orientation": orientation.orientation(image),
-        "first_voxel_LPS_mm": " ".join(f"{x:g}" for x in image.affine[:-1, -1].round(4)),
+        f"first_voxel_{space}_mm": " ".join(f"{x:g}" for x in first),
         "type": str(image.data.dtype),
         "lowest": image.data.min().item(),
         "highest": image.data.max().item(),
@@ -74,7 +84,14 @@ def _image(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _transform(path: Path) -> dict[str, Any]:
+def _frame(dim: int, space: str) -> Any:
+    """(D + 1, D + 1): from LPS to a frame of coordinates, and back."""
+    import numpy as np
+
+    return np.diag([-1.0, -1.0, *[1.0] * (dim - 1)]) if space == "RAS" else np.eye(dim + 1)
+
+
+def _transform(path: Path, space: str) -> dict[str, Any]:
     import numpy as np
 
     from carlreg.files import transform_files
@@ -85,11 +102,12 @@ def _transform(path: Path) -> dict[str, Any]:
             "kind": "Learn2Reg's displacements, in voxels: `carl convert` with --reference makes a transform of them"
         }
     transform = transform_files.read(path)
-    facts: dict[str, Any] = {"kind": f"{transform.dim}-D transform from fixed to moving world points, LPS mm"}
+    facts: dict[str, Any] = {"kind": f"{transform.dim}-D transform from fixed to moving world points, {space} mm"}
     if isinstance(transform, ItkTransform):
         return facts | {"type": str(transform.to_sitk().GetName())}
     facts |= {"type": "affine" if transform.is_linear else "affine after displacements"}
-    facts["affine"] = transform.affine.round(6).tolist()
+    frame = _frame(transform.dim, space)
+    facts["affine"] = ((frame @ transform.affine @ frame).round(6) + 0.0).tolist()
     if not transform.is_linear:
         lengths = np.linalg.norm(transform.displacement, axis=-1)
         facts["displacements"] = {

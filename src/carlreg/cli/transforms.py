@@ -15,6 +15,7 @@ from carlreg.files.results import INVERSE, REPORT, TRANSFORM, WARPED, ResultFold
 
 if TYPE_CHECKING:
     from carlreg.files.images import Image
+    from carlreg.files.landmarks import Points
     from carlreg.files.world_transform import ItkTransform, WorldTransform
 
 Part = Literal["whole", "affine", "displacement"]
@@ -34,6 +35,9 @@ class Take:
     nan: Annotated[float | None, "Replace NaN and infinite values of the image by this number."] = None
     frame: Annotated[int | None, "The time point of a 4-D image, or the page of a TIFF file, from 0."] = None
     channel: Annotated[str | None, "The channel of an image in colour, from 0, or luminance, as for pictures."] = None
+    series: Annotated[
+        str | None, "The series of a DICOM folder that holds several: its number, UID, or a part of its description."
+    ] = None
 
     def read(self, path: Path) -> Image:
         from carlreg.files.images import Choice, read
@@ -105,6 +109,7 @@ def warp_points(
     dim = source.positions.shape[1]
     if mapping.dim != dim:
         raise InputError(f"{points} holds {dim}-D points but the transform is {mapping.dim}-D; expected the same")
+    _warn_if_outside(source, transform, mapping, side == "moving")
     if side == "fixed":
         moved = mapping(source.positions)
     elif isinstance(mapping, WorldTransform):
@@ -117,6 +122,25 @@ def warp_points(
     if not np.isfinite(moved).all():
         raise InputError(f"{transform[0]} maps points of {points} to infinity; expected a transform of these images")
     write_points(source, moved, out, overwrite=overwrite)
+
+
+def _warn_if_outside(source: Points, paths: list[Path], mapping: Any, inverse: bool) -> None:
+    """Warn of points outside the image that they are said to belong to: often their frame is the other one."""
+    from carlreg.files.images import count_outside
+
+    if inverse and not (len(paths) == 1 and ResultFolder(paths[0])[INVERSE].is_file()):
+        return
+    try:
+        grid = _read_reference(None, paths, _read(paths, inverse=True) if inverse else mapping, inverse=inverse)
+    except InputError:  # a linear transform alone: it belongs to no image
+        return
+    if outside := count_outside(grid, source.positions):
+        side, other = "moving" if inverse else "fixed", "RAS" if source.space == "LPS" else "LPS"
+        flipped = count_outside(grid, source.positions * [-1, -1, 1][: grid.dim])
+        mistaken = source.ending in (".csv", ".tsv", ".txt") and flipped < outside
+        advice = f"are they {other}? Then give --space {other}" if mistaken else "check that they belong to it"
+        found = f"{outside} of {len(source.positions)} points lie outside the {side} image if read as {source.space} mm"
+        message(f"{found}; {advice}")
 
 
 @command()

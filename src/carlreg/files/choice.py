@@ -21,13 +21,16 @@ class Choice:
     nan: float | None = None  # replaces values that are not finite
     frame: int | None = None  # a time point of a 4-D image, or a page of a TIFF file
     channel: int | Literal["luminance"] | None = None
+    series: str | None = None  # of a DICOM folder: its number, UID, or a part of its description
 
     @classmethod
     def of(cls, options: Mapping[str, Any], side: str) -> "Choice":
         """The choice for one image of a pair. A frame or channel may be given for each: (fixed, moving)."""
         given = {name: options.get(name) for name in ("nan", "frame", "channel")}
         chosen = {k: v[side == "moving"] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        return cls(**{k: int(v) if isinstance(v, str) and v.isdecimal() else v for k, v in chosen.items()})
+        numbers = {k: int(v) if isinstance(v, str) and v.isdecimal() else v for k, v in chosen.items()}
+        series = options.get(f"{side}_series") or options.get("series")
+        return cls(**numbers, series=None if series is None else str(series))
 
     def check(self, size: Sequence[int], components: int, name: str) -> None:
         """Refuse an image that is not one scalar 2-D or 3-D image once this is taken of it."""

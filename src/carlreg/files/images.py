@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from carlreg.errors import OutputError
-from carlreg.files import isolated, nifti, nifti_write
+from carlreg.files import dicom, isolated, nifti, nifti_write
 from carlreg.files.atomic import PathLike as PathLike
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import ImageError as ImageError
@@ -179,7 +179,7 @@ def _from_memory(source: Any, name: str, choice: Choice) -> Image:
 
 def read(path: PathLike, choice: Choice = WHOLE) -> Image:
     """Read one scalar image: NIfTI, NRRD, MetaImage, PNG, TIFF, JPEG, any other format that SimpleITK reads, or a
-    folder with a DICOM series (the largest one, which is logged and becomes part of the image's name).
+    folder with DICOM series, of which `choice` names one if there are several. A gantry tilt is corrected.
 
     Pictures in colour keep their `colours` beside their luminance. `choice` says what to take of files that hold more.
 
@@ -192,6 +192,10 @@ def read(path: PathLike, choice: Choice = WHOLE) -> Image:
         raise ImageError(f"{path} cannot be read: permission denied; expected a readable file: check its permissions")
     if path.is_dir():
         return _read_series(path, choice)
+    if choice.series is not None:
+        raise ImageError(
+            f"{path} is a file, but a DICOM series was chosen ({choice.series}); expected a folder of these"
+        )
     if path.stat().st_size == 0:
         raise ImageError(f"{path} is empty; expected an image: copy or export it again")
     if nifti.is_nifti(path):
@@ -241,27 +245,46 @@ def as_labels(image: Image) -> Image:
 
 def _read_series(folder: Path, choice: Choice) -> Image:
     with _reasons(folder), isolated.reading("series", folder) as child:
+        series = dicom.choose(_series_of(child, folder), choice.series, str(folder))
+        child.answer(series.uid)
         header = child.header()
-        if not header["series"]:
-            raise ImageError(f"{folder} is a folder without a DICOM series; expected one, or a file: check the path")
-        files, size = header["files"], header["size"]
-        name = f"{folder} (DICOM series {header['name']}, {files} files)"
-        level = logging.WARNING if header["series"] > 1 else logging.INFO
-        log.log(level, "%s: read the largest of %d series", name, header["series"])
+        files, size = series.files, header["size"]
+        name = f"{folder} (DICOM series {series})"
         _check_header(header, choice, name)
         check_size(size if files == 1 else (*size[:2], files), name, header["width"])
         child.proceed(math.prod(size) * header["width"] * header["components"] * files)
         volume = child.header()
         image = _taken(child.array(), np.array(volume["affine"]), choice, name)
-    if image.dim == 3 and volume["stated"] is not None:
-        # ITK assumes even slices at right angles; a missing slice or a tilted gantry would be misplaced silently.
-        assumed = map_points(image.affine, [[0, 0, i] for i in range(image.shape[2])])
-        error = float(np.linalg.norm(assumed - volume["stated"], axis=1).max())
-        if error > 0.1 * image.spacing[2]:
-            expected = "every slice once and no gantry tilt: convert it to NIfTI with a tool that resamples"
-            steps = f"{error:.3g} mm away from even steps of {image.spacing[2]:.3g} mm"
-            raise ImageError(f"{name} has slices up to {steps}; expected {expected}")
-    return image
+    return image if image.dim == 2 or volume["stated"] is None else _straightened(image, np.array(volume["stated"]))
+
+
+def _straightened(image: Image, stated: Matrix) -> Image:
+    """A series whose slices lie where their headers say: ITK assumes even slices at right angles, and would silently
+    misplace those of a tilted gantry, or those after a missing one."""
+    assumed = map_points(image.affine, [[0, 0, i] for i in range(image.shape[2])])
+    error = float(np.linalg.norm(assumed - stated, axis=1).max())
+    if error <= 0.1 * image.spacing[2]:
+        return image
+    found = dicom.straighten(image.data, image.affine, stated)
+    if found is None:
+        steps = f"{error:.3g} mm away from even steps of {image.spacing[2]:.3g} mm"
+        raise ImageError(f"{image.name} has slices up to {steps}; expected every slice once: export the series again")
+    data, affine, tilt = found
+    log.warning("%s: corrected a gantry tilt of %.1f° by shifting its slices", image.name, tilt)
+    return Image(data, affine, image.name)
+
+
+def list_series(folder: PathLike) -> list[dicom.Series]:
+    """The DICOM series of a folder."""
+    with _reasons(Path(folder)), isolated.reading("series", Path(folder)) as child:
+        return _series_of(child, Path(folder))
+
+
+def _series_of(child: isolated.Reader, folder: Path) -> list[dicom.Series]:
+    found = [dicom.Series.of(one) for one in child.header()["series"]]
+    if not found:
+        raise ImageError(f"{folder} is a folder without a DICOM series; expected one, or a file: check the path")
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,12 @@ class Reader:
 
     def proceed(self, memory: int) -> None:
         """Allow the child to read arrays of `memory` bytes in all."""
+        self.answer(str(memory))
+
+    def answer(self, text: str) -> None:
+        """Send a line."""
         with suppress(BrokenPipeError):  # its fate shows when the arrays are read
-            self.process.stdin.write(f"{memory}\n".encode())
+            self.process.stdin.write(f"{text}\n".encode())
             self.process.stdin.flush()
 
     def array(self) -> npt.NDArray[Any]:
@@ -237,12 +241,16 @@ class Child:
         blocks = (array[start : start + BLOCK] for start in range(0, len(array), BLOCK))
         self.send({"dtype": array.dtype.str, "shape": array.shape}, blocks)
 
-    def wait(self) -> None:
-        """Until the parent grants memory."""
+    def question(self) -> str:
+        """The parent's answer."""
         line = sys.stdin.readline()
         if not line:
             sys.exit()
-        _allow(int(line))
+        return line.removesuffix("\n")
+
+    def wait(self) -> None:
+        """Until the parent grants memory."""
+        _allow(int(self.question()))
 
 
 def nurse() -> None:
@@ -330,12 +338,10 @@ def _image(path: str, child: Child) -> None:
 def _series(path: str, child: Child) -> None:
     sitk = simpleitk()
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(path)
-    if not names:
-        return child.send({"series": 0})
     series = {name: sitk.ImageSeriesReader.GetGDCMSeriesFileNames(path, name) for name in names}
-    largest = max(sorted(names), key=lambda name: len(series[name]))
-    files, stated = series[largest], None
-    child.send({**_about(read_header(files[0])), "series": len(names), "name": largest, "files": len(files)})
+    child.send({"series": [_describe_series(name, files) for name, files in series.items()]})
+    files, stated = series[child.question()], None
+    child.send(_about(read_header(files[0])))
     child.wait()
     if len(files) == 1:
         image = sitk.ReadImage(files[0])
@@ -349,6 +355,16 @@ def _series(path: str, child: Child) -> None:
             stated = [[float(x) for x in reader.GetMetaData(i, tag).split("\\")] for i in slices]
     child.send({"affine": affine_of(image).tolist(), "stated": stated})
     child.send_array(sitk.GetArrayViewFromImage(image))
+
+
+def _describe_series(name: str, files: Sequence[str]) -> dict[str, Any]:
+    reader = read_header(files[0])
+
+    def tag(key: str) -> str:
+        return str(reader.GetMetaData(key)).strip(" \0") if reader.HasMetaDataKey(key) else ""
+
+    about = {"number": tag("0020|0011"), "description": tag("0008|103e"), "modality": tag("0008|0060")}
+    return {"uid": name, "files": len(files), **about}
 
 
 Part = tuple[str, npt.NDArray[np.float64], Any]

@@ -69,6 +69,9 @@ def register(
     nan: float | None = DEFAULT.nan,
     frame: int | tuple[int, int] | None = DEFAULT.frame,
     channel: int | str | tuple[int | str, int | str] | None = DEFAULT.channel,
+    series: str | None = DEFAULT.series,
+    fixed_series: str | None = DEFAULT.fixed_series,
+    moving_series: str | None = DEFAULT.moving_series,
     device: str | torch.device = DEFAULT.device,
     seed: int = DEFAULT.seed,
     callback: Callable[[int, Loss], None] | None = None,
@@ -107,9 +110,10 @@ def register(
     GPU. `progress(text)` is called when a part of the work begins, `callback(step, loss)` at every step of the
     optimisation.
 
-    `nan` replaces values that are not finite. `frame` is the time point of 4-D images and `channel` that of images in
-    colour, or "luminance"; two values are for the fixed and the moving image. `over` and `fit_to` are older names of
-    `optimize` and `fit_source`.
+    `series` chooses among the DICOM series of a folder, by number, UID, or a part of the description; `fixed_series`
+    and `moving_series` do so for one image. `nan` replaces values that are not finite. `frame` is the time point of 4-D
+    images and `channel` that of images in colour, or "luminance"; two values are for the fixed and the moving image.
+    `over` and `fit_to` are older names of `optimize` and `fit_source`.
 
     >>> result = register(fixed="fixed.nii.gz", moving="moving.nii.gz")
     >>> result.save("out")

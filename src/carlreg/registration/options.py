@@ -123,6 +123,13 @@ class RegisterOptions:
     channel: Annotated[
         Any, "The channel of images in colour, from 0, or luminance, as for pictures; N,M for fixed and moving.", IMAGES
     ] = None
+    series: Annotated[
+        str | None,
+        "The series of DICOM folders that hold several: its number, UID, or a part of its description.",
+        IMAGES,
+    ] = None
+    fixed_series: Annotated[str | None, "The same for the fixed image alone.", IMAGES] = None
+    moving_series: Annotated[str | None, "The same for the moving image alone.", IMAGES] = None
     device: Annotated[str, "auto, cpu, cuda, cuda:0 or mps.", ADVANCED] = "auto"
     seed: Annotated[int, "Random seed: the same seed gives the same result.", ADVANCED] = 0
 
