@@ -468,9 +468,9 @@ def test_wheel_keys_drag_and_zoom(tab: Page, bent: tuple[Path, Registration]) ->
 
 
 def structures(count: int = 138) -> Registration:
-    """A registration with so many labels, numbered with gaps, in a block amid background."""
+    """A registration with so many labels, numbered with a gap, in a block amid background."""
     pair = registration(shift)
-    numbers = np.arange(4, 4 + 3 * count, 3)
+    numbers = np.append(np.arange(1, count), 300)
 
     def labels(image: Image) -> Image:
         data = np.zeros(image.shape, np.uint16)

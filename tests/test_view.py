@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import http.client
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -22,15 +24,19 @@ from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 import pytest
-from browser import NO_WEBGL, WEBGL, chromium, needs_browser
+from browser import NO_WEBGL, Page, chromium, needs_browser
+from conftest import SMALL
+from PIL import Image as Picture
 
 sitk = pytest.importorskip("SimpleITK")
-from test_report import bend, registration  # noqa: E402  (needs SimpleITK)
+from test_report import bend, registration, structures  # noqa: E402  (needs SimpleITK)
 
+import carlreg  # noqa: E402
 from carlreg.cli import main  # noqa: E402
 from carlreg.files import images, transform_files  # noqa: E402
 from carlreg.files.checksums import sha256  # noqa: E402
 from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
+from carlreg.files.landmarks import read_correspondences  # noqa: E402
 from carlreg.files.orientation import to_closest_ras  # noqa: E402
 from carlreg.files.results import InputRecord  # noqa: E402
 from carlreg.show import (  # noqa: E402
@@ -38,6 +44,7 @@ from carlreg.show import (  # noqa: E402
     viewer,
 )
 from carlreg.show.viewer import server as served  # noqa: E402
+from carlreg.show.viewer.jobs import Job, Task  # noqa: E402
 from carlreg.show.viewer.scene import nifti  # noqa: E402
 
 FLIP = np.array([-1.0, -1.0, 1.0])
@@ -73,8 +80,8 @@ def server(out: Path) -> Iterator[viewer.Server]:
 class running:  # noqa: N801  (used like a function)
     """A running server in a thread; NiiVue is only needed for drawing."""
 
-    def __init__(self, folder: Path) -> None:
-        self.server = served.Server(viewer.load_scene(folder))
+    def __init__(self, folder: Path, model: str | None = None) -> None:
+        self.server = served.Server(viewer.load_scene(folder), model=model)
 
     def __enter__(self) -> viewer.Server:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -170,6 +177,10 @@ def test_odd_points_are_refused(server: viewer.Server, query: str) -> None:
         "server.py",
         "fixed",
         "fixed.nii.gz",
+        "files/",
+        "files/fixed.nii.gz",
+        "files/../report.json",
+        "job.json",
         "vendor/niivue.umd.js",
         "\\..\\fixed.nii.gz",
         "%C3%A9",
@@ -367,6 +378,110 @@ def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
     assert not [name for name in sizes if name.startswith(("tests/", "docs/"))]
 
 
+# ---- requests that change something ---------------------------------------------------------------------------------
+
+
+def post(server: viewer.Server, name: str, body: bytes = b"{}", **changed: str | None) -> tuple[int, bytes]:
+    """Send what the page sends, but for the headers that are changed; None leaves one out."""
+    parts = urlsplit(server.url)
+    headers = {
+        "Host": parts.netloc,
+        "Origin": f"http://{parts.netloc}",
+        "X-Carl-Token": server.token,
+        "Content-Length": str(len(body)),
+    } | {key.replace("_", "-"): value for key, value in changed.items()}
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+    connection.putrequest("POST", parts.path + name, skip_host=True)
+    for key, value in headers.items():
+        if value is not None:
+            connection.putheader(key, value)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+PAIR = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_only_our_page_changes_something(server: viewer.Server, out: Path) -> None:
+    good = json.dumps({"pairs": [PAIR]}).encode()
+    before = sorted(out.parent.iterdir())
+    for bad in (
+        {"X_Carl_Token": None},
+        {"X_Carl_Token": "guessed"},
+        {"X_Carl_Token": server.secret},
+        {"Origin": None},
+        {"Origin": "null"},
+        {"Origin": "http://example.org"},
+        {"Host": f"example.org:{server.server_port}"},
+        {"Sec_Fetch_Site": "cross-site"},
+    ):
+        for name in server.posts:
+            assert post(server, name, good, **bad)[0] == 403, (name, bad)
+    assert sorted(out.parent.iterdir()) == before
+    for name in ("scene.json", "warped.nii", "", "job.json", "files/report.json"):
+        assert post(server, name)[0] == 405
+    assert post(server, "points", b"[]")[0] == 400
+    assert post(server, "points", b"{")[0] == 400
+    assert post(server, "points", good, Content_Length=None)[0] == 411
+    assert post(server, "points", good, Content_Length="99999999")[0] == 413
+    for odd in ([], [[1, 2, 3]], [[*PAIR[:5], "6"]], [[*PAIR[:5], True]], [[*PAIR[:5], 1e9]], [PAIR] * 1001, "x", None):
+        status, words = post(server, "points", json.dumps({"pairs": odd}).encode())
+        assert status == 500
+        assert b"expected 1 to 1000 pairs of points" in words
+    assert post(server, "show", b'{"result": 7}')[0] == 400
+    assert post(server, "show")[0] == 400  # no registration has ended
+    assert sorted(out.parent.iterdir()) == before
+
+
+def test_points_are_saved_beside_the_folder(tmp_path: Path) -> None:
+    out = save(tmp_path)
+    with running(out) as server:
+        for name in ("out_points.csv", "out_points2.csv"):  # never over another file
+            status, body = post(server, "points", json.dumps({"pairs": [PAIR, PAIR]}).encode())
+            assert status == 200
+            assert json.loads(body)["path"] == str(tmp_path / name)
+    pair = [images.read(tmp_path / f"{side}.nii.gz") for side in ("fixed", "moving")]
+    fixed, moving = read_correspondences(tmp_path / "out_points.csv", *pair)
+    assert np.allclose(fixed, [PAIR[:3]] * 2)
+    assert np.allclose(moving, [PAIR[3:]] * 2)
+
+
+def test_what_cannot_be_guided_is_refused(tmp_path: Path) -> None:
+    out = save(tmp_path)  # by a model of somebody's own
+    with running(out) as server:
+        status, words = post(server, "guide", json.dumps({"pairs": [PAIR]}).encode())
+        assert status == 500
+        assert b"the model 'carl-base' is not part of the package; start carl view with --model FILE" in words
+    (tmp_path / "moving.nii.gz").unlink()
+    with running(out) as server:
+        _, words = post(server, "guide", json.dumps({"pairs": [PAIR]}).encode())
+        assert b"the moving of this result was not found" in words or b"the moving image" in words
+    assert not list(tmp_path.glob("out_*"))
+
+
+def test_files_can_be_saved(server: viewer.Server, out: Path) -> None:
+    for name in ("transform.h5", "report.json", "warped.nii.gz", "report.html"):
+        status, body, headers = ask(server, f"files/{name}")
+        assert (status, body) == (200, (out / name).read_bytes())
+        assert headers["Content-Disposition"] == f'attachment; filename="{name}"'
+        assert headers["Content-Type"] == "application/octet-stream"
+
+
+def test_values_and_labels_at_a_point(server: viewer.Server, out: Path) -> None:
+    fixed = images.read(out.parent / "fixed.nii.gz")
+    index = np.unravel_index(fixed.data.argmax(), fixed.shape)
+    words = ",".join(map(str, map_points(fixed.affine, index)))
+    assert json.loads(ask(server, f"at.json?side=fixed&point={words}")[1]) == {
+        "value": float(fixed.data.max()),
+        "label": "label 1",
+    }
+    assert json.loads(ask(server, "at.json?side=fixed&point=900,0,0")[1]) == {"value": None, "label": None}
+    assert ask(server, "at.json?side=fixed_labels&point=0,0,0")[0] == 400
+
+
 # ---- in a browser ---------------------------------------------------------------------------------------------------
 
 
@@ -385,65 +500,65 @@ def crosshair(page: Any, side: str) -> np.ndarray:
 
 @pytest.mark.browser
 @needs_browser
-def test_a_click_shows_the_matching_point(server: viewer.Server, out: Path) -> None:
+def test_a_click_shows_the_matching_point(tab: Page, server: viewer.Server, out: Path) -> None:
     fixed = to_closest_ras(images.read(out.parent / "fixed.nii.gz"))
     transform, inverse = (transform_files.read(out / f"{name}transform.h5") for name in ("", "inverse_"))
-    with chromium(*WEBGL) as page:
-        page.open(server.url, width=1200, height=900)
-        page.wait("document.body.dataset.ready")
-        assert page.get("document.body.dataset.ready") == "yes"
-        assert page.get("document.querySelectorAll('canvas').length") == 3
-        assert page.get("Object.values(panels).every((p) => p.volumes.length === 1 && p.volumes[0].dims[0] >= 3)")
+    page = tab
+    page.open(server.url, width=900, height=700)
+    page.wait("document.body.dataset.ready")
+    assert page.get("document.body.dataset.ready") == "yes"
+    assert page.get("document.querySelectorAll('canvas:not(.over)').length") == 3
+    assert page.get("Object.values(panels).every((p) => p.volumes.length === 1 && p.volumes[0].dims[0] >= 3)")
 
-        # The axial tile: radiological, front at the top; its edges are the outer voxels' edges.
-        tile = page.get("Array.from(panels.fixed.screenSlices.find((s) => s.axCorSag === 0).leftTopWidthHeight)")
-        scale = page.get("panels.fixed.uiData.dpr")
-        left, top, _, _ = page.box("#panels figure canvas")
-        voxel = np.array([5, 8])
-        across = 1 - (voxel + 0.5) / fixed.shape[:2]
-        x, y = ((tile[n] + across[n] * tile[2 + n]) / scale for n in (0, 1))
-        turn = page.get("document.body.dataset.shown")
-        page.click(left + x, top + y)
-        page.wait(f"document.body.dataset.shown !== '{turn}'")
+    # The axial tile: radiological, front at the top; its edges are the outer voxels' edges.
+    tile = page.get("Array.from(panels.fixed.screenSlices.find((s) => s.axCorSag === 0).leftTopWidthHeight)")
+    scale = page.get("panels.fixed.uiData.dpr")
+    left, top, _, _ = page.box("#panels figure canvas")
+    voxel = np.array([5, 8])
+    across = 1 - (voxel + 0.5) / fixed.shape[:2]
+    x, y = ((tile[n] + across[n] * tile[2 + n]) / scale for n in (0, 1))
+    turn = page.get("document.body.dataset.shown")
+    page.click(left + x, top + y)
+    page.wait(f"document.body.dataset.shown !== '{turn}'")
+    page.settle()
+    here, there = shown(page)
+    index = map_points(np.linalg.inv(fixed.affine), here)
+    assert np.abs(index[:2] - voxel).max() < 0.3, index  # the right voxel
+    assert np.abs(there - transform(here[None])[0]).max() < 0.2, "rounded to 0.1 mm twice"
+    assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
+    assert np.abs(crosshair(page, "warped") - here).max() < 0.1
+    assert np.abs(crosshair(page, "moving") - there).max() < 0.1
+
+    # And from the moving image, by the inverse.
+    left, top, width, height = page.box("#panels figure:last-child canvas")
+    turn = page.get("document.body.dataset.shown")
+    page.click(left + 0.45 * width, top + 0.15 * height)
+    page.wait(f"document.body.dataset.shown !== '{turn}'")
+    here, there = shown(page)
+    assert np.abs(here - inverse(there[None])[0]).max() < 0.2
+    assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
+
+    bare = page.png()
+    for choice, count in (("labels", [2, 2, 2]), ("jacobian", [3, 3, 1])):
+        page.get(f"(byId('overlay').value = '{choice}', changeOverlay())")
+        assert page.get("SIDES.map((side) => panels[side].volumes.length)") == count
         page.settle()
-        here, there = shown(page)
-        index = map_points(np.linalg.inv(fixed.affine), here)
-        assert np.abs(index[:2] - voxel).max() < 0.3, index  # the right voxel
-        assert np.abs(there - transform(here[None])[0]).max() < 0.2, "rounded to 0.1 mm twice"
-        assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
-        assert np.abs(crosshair(page, "warped") - here).max() < 0.1
-        assert np.abs(crosshair(page, "moving") - there).max() < 0.1
-
-        # And from the moving image, by the inverse.
-        left, top, width, height = page.box("#panels figure:last-child canvas")
-        turn = page.get("document.body.dataset.shown")
-        page.click(left + 0.45 * width, top + 0.15 * height)
-        page.wait(f"document.body.dataset.shown !== '{turn}'")
-        here, there = shown(page)
-        assert np.abs(here - inverse(there[None])[0]).max() < 0.2
-        assert np.abs(crosshair(page, "fixed") - here).max() < 0.1
-
-        bare = page.png()
-        for choice, count in (("labels", [2, 2, 2]), ("jacobian", [3, 3, 1])):
-            page.get(f"(byId('overlay').value = '{choice}', changeOverlay())")
-            assert page.get("SIDES.map((side) => panels[side].volumes.length)") == count
-            page.settle()
-            assert page.png() != bare
-        page.get("(byId('overlay').value = 'none', changeOverlay())")
-        page.settle()
-        own = f"http://127.0.0.1:{server.server_port}/"
-        assert [url for url in page.requests if not url.startswith((own, "data:", f"blob:{own}"))] == []
-        assert page.complaints == []
-        page.open(urljoin(server.url, server.report_path))
-        page.wait("document.body.dataset.ready")
-        assert page.complaints == []
+        assert page.png() != bare
+    page.get("(byId('overlay').value = 'none', changeOverlay())")
+    page.settle()
+    own = f"http://127.0.0.1:{server.server_port}/"
+    assert [url for url in page.requests if not url.startswith((own, "data:", f"blob:{own}"))] == []
+    assert page.complaints == []
+    page.open(urljoin(server.url, server.report_path))
+    page.wait("document.body.dataset.ready")
+    assert page.complaints == []
 
 
 @pytest.mark.browser
 @needs_browser
-def test_two_dimensions(tmp_path: Path) -> None:
-    out = save(tmp_path, dim=2)
-    with running(out) as server, chromium(*WEBGL) as page:
+def test_two_dimensions(tab: Page, tmp_path: Path) -> None:
+    out, page = save(tmp_path, dim=2), tab
+    with running(out) as server:
         page.open(server.url)
         page.wait("document.body.dataset.ready")
         assert page.get("document.body.dataset.ready") == "yes"
@@ -466,3 +581,191 @@ def test_without_webgl_the_page_says_so(server: viewer.Server) -> None:
         assert "has no WebGL 2" in page.get("document.getElementById('notes').textContent")
         assert page.get("document.getElementById('report').hidden") is False
         assert page.complaints == []
+
+
+def screen(page: Any) -> np.ndarray:
+    return np.asarray(Picture.open(io.BytesIO(page.png())).convert("RGB")).astype(int)
+
+
+def tile(page: Any, side: str) -> tuple[float, float, float, float]:
+    """Left, top, width and height of the axial picture of a panel in the window."""
+    left, top = page.get(f"(({{left, top}}) => [left, top])(panels.{side}.canvas.getBoundingClientRect())")
+    picture = f"panels.{side}.screenSlices.find((one) => one.axCorSag === 0).leftTopWidthHeight"
+    x, y, width, height = page.get(f"Array.from({picture}, (n) => n / panels.{side}.uiData.dpr)")
+    return left + x, top + y, width, height
+
+
+def opened(page: Any, server: viewer.Server, width: int = 900, height: int = 620) -> None:
+    page.open(server.url, width=width, height=height)
+    page.wait("document.body.dataset.ready")
+    assert page.get("document.body.dataset.ready") == "yes"
+    page.settle()
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_background_of_138_labels_is_not_painted(tab: Page, tmp_path: Path) -> None:
+    pair = structures()
+    out = pair.save(tmp_path / "out")
+    for side in ("fixed", "moving"):
+        images.write(getattr(pair, side), out / f"{side}.nii.gz")
+        images.write(getattr(pair, f"{side}_labels"), out / f"{side}_labels.nii.gz")
+    with running(out) as server:
+        opened(tab, server)
+        bare = screen(tab)
+        tab.get("(byId('opacity').value = 100, byId('overlay').value = 'labels', changeOverlay())")
+        tab.settle()
+        painted = np.abs(screen(tab) - bare).max(axis=-1) > 8
+        left, top, width, height = tile(tab, "fixed")
+
+        def part(low: float, high: float) -> np.ndarray:
+            rows, columns = (slice(round(a + low * n), round(a + high * n)) for a, n in ((top, height), (left, width)))
+            return painted[rows, columns]
+
+        assert part(0.02, 0.14).mean() == 0  # background: the labels fill the inner half of the image
+        assert part(0.3, 0.45).mean() > 0.95
+        # The name of the label under the mouse.
+        tab.mouse("mouseMoved", left + 0.35 * width, top + 0.4 * height, "none")
+        tab.wait("byId('under').textContent.includes('structure')")
+        tab.mouse("mouseMoved", left + 0.1 * width, top + 0.1 * height, "none")
+        tab.wait("byId('under').textContent.startsWith('fixed: ') && !byId('under').textContent.includes('structure')")
+        assert tab.complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
+    opened(tab, server)
+    sides = "Object.values(panels).map((panel) => [panel.canvas.clientWidth, panel.canvas.clientHeight])"
+    widths, heights = zip(*tab.get(sides), strict=True)
+    assert sum(widths) > 880  # the panels fill the window
+    assert min(heights) > 470
+    box = "(({left, top, width, height}) => [left, top, width, height])(panels.warped.canvas.getBoundingClientRect())"
+    x, y, width, height = (round(n) for n in tab.get(box))
+
+    def warped() -> np.ndarray:
+        tab.settle()
+        return screen(tab)[y + 30 : y + height, x : x + width]
+
+    plain = warped()
+    assert (plain[..., 0] == plain[..., 1])[plain[..., 1] > 0].mean() > 0.9  # grey, but for the crosshair
+    pictures = {"warped": plain}
+    for mode in ("blend", "checkerboard", "difference"):
+        tab.choose("#middle", mode)
+        pictures[mode] = warped()
+    assert all(np.abs(pictures[a] - pictures[b]).max() > 50 for a in pictures for b in pictures if a < b)
+    tab.choose("#middle", "flicker")
+    tab.wait("panels.warped.caption.textContent === 'flicker: fixed'")
+    tab.choose("#middle", "warped")
+    assert np.array_equal(warped(), plain)
+    before = tab.get("Object.values(panels).map((p) => [p.volumes[0].cal_min, p.volumes[0].cal_max])")
+    tab.get("((one) => { one.value = Number(one.value) / 2; one.onchange(); })(byId('width'))")
+    after = tab.get("Object.values(panels).map((p) => [p.volumes[0].cal_min, p.volumes[0].cal_max])")
+    for (low, high), (new_low, new_high) in zip(before, after, strict=True):
+        assert new_high - new_low == pytest.approx((high - low) / 2, rel=0.01)
+        assert new_high + new_low == pytest.approx(high + low, rel=0.01, abs=0.5)
+    assert np.abs(warped() - plain).max() > 20
+
+    point = shown(tab)
+    tab.get("byId('frame').click()")
+    assert tab.get("byId('frame').textContent") == "LPS"
+    assert np.array_equal(shown(tab) * FLIP, point)
+    for key, by in (("ArrowUp", 1), ("ArrowDown", -1)):
+        here = crosshair(tab, "fixed")
+        left, top, wide, high = tile(tab, "fixed")
+        tab.mouse("mouseMoved", left + wide / 2, top + high / 2, "none")
+        turn = tab.get("document.body.dataset.shown")
+        tab.key(key)
+        tab.wait(f"document.body.dataset.shown !== '{turn}'")
+        assert np.sign((crosshair(tab, "fixed") - here)[2]) == by
+    assert tab.complaints == []
+
+
+def network(folder: Path) -> Path:
+    path = folder / "net.safetensors"
+    carlreg.save(carlreg.gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16"})
+    return path
+
+
+def scans(folder: Path) -> tuple[Path, Path]:
+    """Two small images of waves, the second shifted."""
+    index = np.indices((22, 24, 20)).astype(np.float32)
+    paths = tuple(folder / f"{side}.nii" for side in ("fixed", "moving"))
+    for n, path in enumerate(paths):
+        data = np.sin((index[0] - n) / 3) + np.cos(index[1] / 4) * np.sin(index[2] / 3)
+        images.write(Image(data, np.diag([2.0, 2, 2, 1])), path)
+    return paths
+
+
+@pytest.mark.browser
+@needs_browser
+def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
+    """From clicks in both images to a result in a new folder, which the page then shows."""
+    (fixed, moving), model = scans(tmp_path), network(tmp_path)
+    words: list[object] = ["register", "-f", fixed, "-m", moving, "--model", model, "-o", tmp_path / "out"]
+    assert main([str(word) for word in (*words, "--io-iterations", 2, "--quiet")]) == 0
+    old = {path.name: sha256(path) for path in (tmp_path / "out").iterdir()}
+    with running(tmp_path / "out", str(model)) as server:
+        opened(tab, server)
+        tab.get("byId('correct').click()")
+        tab.settle()
+
+        def click(side: str, across: float, down: float) -> None:
+            left, top, width, height = tile(tab, side)
+            turn = tab.get("document.body.dataset.shown")
+            tab.click(left + across * width, top + down * height)
+            tab.wait(f"document.body.dataset.shown !== '{turn}'")
+            tab.settle()
+
+        wanted = []
+        for across, down in ((0.4, 0.4), (0.6, 0.55)):
+            click("fixed", across, down)
+            here = shown(tab)[0]
+            click("moving", across + 0.1, down)
+            assert np.array_equal(shown(tab)[0], here)  # the fixed point stays
+            count = tab.get("pairs.length")
+            tab.get("byId('add').click()")
+            tab.wait(f"pairs.length === {count + 1}")
+            wanted.append(shown(tab))
+        assert tab.get("document.querySelectorAll('#pairs li').length") == 2
+        tab.get("byId('add').click()")
+        tab.wait("pairs.length === 3")
+        tab.get("document.querySelectorAll('#pairs button')[2].click()")
+        assert tab.get("document.querySelectorAll('#pairs li').length") == 2
+
+        tab.get("byId('save').click()")
+        tab.wait("byId('saved').textContent.includes('out_points.csv')")
+        rows = np.loadtxt(tmp_path / "out_points.csv", delimiter=",", skiprows=1).reshape(2, 2, 3)
+        assert np.abs(rows - np.array(wanted)).max() < 0.06  # the page shows one decimal
+
+        tab.get("byId('again').click()")
+        tab.wait("scene.results.length === 2 && document.body.dataset.ready === 'yes'", 120)
+        assert tab.get("document.title") == "out_guided · carl view"
+        assert server.scene.folder == tmp_path / "out_guided"
+        metrics = json.loads((tmp_path / "out_guided" / "report.json").read_text())["metrics"]
+        assert metrics["guide_after_mm"] < metrics["guide_before_mm"]
+        assert (tmp_path / "out_guided" / "report.html").is_file()
+        assert {path.name: sha256(path) for path in (tmp_path / "out").iterdir()} == old
+        tab.choose("#result", "0")
+        tab.wait("document.title === 'out · carl view' && document.body.dataset.ready === 'yes'")
+        assert tab.complaints == []
+
+
+def test_a_registration_can_be_cancelled_and_fails_in_one_line(tmp_path: Path) -> None:
+    (fixed, moving), model = scans(tmp_path), network(tmp_path)
+    inputs = {"fixed": str(fixed), "moving": str(moving)}
+    job = Job(Task(inputs, str(tmp_path / "out"), str(model), {"io_iterations": 100_000}))
+    deadline = time.monotonic() + 60
+    while job.status.phase != "optimisation" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 0 < job.status.percent < 100
+    job.cancel()
+    assert job.status.state == "cancelled"
+    assert not (tmp_path / "out").exists()
+    job = Job(Task(inputs | {"fixed": str(tmp_path / "no.nii")}, str(tmp_path / "out"), str(model)))
+    while job.status.state == "running" and time.monotonic() < deadline + 60:
+        time.sleep(0.1)
+    assert job.status.state == "failed"
+    assert "no.nii" in job.status.message
+    assert len(job.status.message.splitlines()) == 1
+    job.cancel()

@@ -172,12 +172,13 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     """Register and save a pair."""
     from carlreg.files import images, transform_files
     from carlreg.registration.api import register_pair
+    from carlreg.registration.progress import optimisation_steps
     from carlreg.show import report
 
     outputs.check()
     overwrite, names = outputs.overwrite, outputs.names()
     with working("reading") as show:
-        steps = _steps(options)
+        steps = optimisation_steps(options)
         result = register_pair(
             inputs,
             model,
@@ -202,17 +203,6 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look.get("turned_back") else ""
     message(f"{target}: {turned}{_summary(record.metrics)}{record.seconds['total']:.0f} s")
     return record
-
-
-def _steps(options: RegisterOptions) -> int:
-    """The number of optimisation steps, for the progress bar."""
-    from carlreg.objective.fields import FIELD_STEPS, steps_in_all
-    from carlreg.objective.instance import WEIGHT_STEPS
-
-    steps = options.io_iterations
-    if options.optimize == "weights":
-        return WEIGHT_STEPS if steps is None else steps
-    return steps_in_all(FIELD_STEPS if steps is None else steps)
 
 
 def _summary(metrics: Mapping[str, float]) -> str:

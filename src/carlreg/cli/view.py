@@ -22,15 +22,19 @@ def view(
         "folder. Use it only for folders that you made yourself.",
         "--trust",
     ] = False,
+    model: Annotated[
+        str | None, "The model file to register with again, if the result was made with one of your own."
+    ] = None,
 ) -> None:
     """Show a registration in the browser: fixed, moving and warped images, linked by the transform.
 
-    Click a point of the fixed image to see the matching point of the moving one. Labels and the local volume
-    change can be shown as overlays. The address works on this machine only, until you press Ctrl-C.
+    Click a point of one image to see the matching point of the other. Labels and the local volume change can be
+    shown as overlays. Where the match is wrong, mark corresponding points and register again with them; the new
+    result gets a folder beside the old one. The address works on this machine only, until you press Ctrl-C.
     """
     from carlreg.show import viewer
 
-    with viewer.serve(folder, port=port, trust=trust) as server:
+    with viewer.serve(folder, port=port, trust=trust, model=model) as server:
         for note in server.scene.notes:
             message(note)
         message(f"serving {folder} at {server.url} until Ctrl-C", always=True)

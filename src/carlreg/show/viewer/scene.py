@@ -11,7 +11,8 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
-from carlreg.files.results import INVERSE, PAGE, TRANSFORM, WARPED, WARPED_LABELS, InputRecord, ResultFolder
+from carlreg.files.label_names import guess_names
+from carlreg.files.results import (
+    INVERSE,
+    NAMES,
+    PAGE,
+    TRANSFORM,
+    WARPED,
+    WARPED_LABELS,
+    InputRecord,
+    Report,
+    ResultFolder,
+)
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.registration.options import RegisterOptions
 from carlreg.show.display import DOUBLINGS, determinant, grey_scale
@@ -46,6 +58,25 @@ class Scene:
     transform: WorldTransform | ItkTransform
     inverse: WorldTransform | ItkTransform
     report: Path | None
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """The files of the inputs, by their names in report.json, where they were found and may be used."""
+    record: Report | None = None
+    """report.json, if it can be read."""
+
+    @functools.cached_property
+    def labels(self) -> Mapping[str, list[int]]:
+        """The labels of each label map, without the background."""
+        maps = {name: image for name, image in self.images.items() if name.endswith("labels")}
+        found = {name: [int(n) for n in np.unique(image.data) if n != 0] for name, image in maps.items()}
+        return found | ({"warped_labels": found["moving_labels"]} if "moving_labels" in found else {}) | {"folds": [1]}
+
+    @functools.cached_property
+    def label_names(self) -> Mapping[int, str]:
+        """Names of labels, as recorded, or FreeSurfer's if the labels are its."""
+        recorded = {} if self.record is None else self.record.label_names
+        return recorded or guess_names(
+            {label for name, found in self.labels.items() if name != "folds" for label in found}
+        )
 
     @functools.cached_property
     def determinant(self) -> Image:
@@ -75,13 +106,38 @@ class Scene:
 
     def describe(self) -> dict[str, Any]:
         """What the page needs before it requests volumes."""
-        volumes: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}, "folds": {"labels": 1}}
-        for name, image in self.images.items():
-            labels = name.endswith("labels")
-            volumes[name] = {"labels": int(image.data.max())} if labels else {"window": _window(image)}
-        if "moving_labels" in volumes:
-            volumes.setdefault("warped_labels", volumes["moving_labels"])
-        return {"dim": self.transform.dim, "notes": self.notes, "names": self.names, "volumes": volumes}
+        volumes: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}}
+        volumes |= {name: {"window": window(image)} for name, image in self.images.items() if name not in self.labels}
+        volumes |= {name: {"labels": found} for name, found in self.labels.items()}
+        confidence = None if self.record is None else self.record.to_json().get("confidence")
+        return {
+            "folder": self.folder.name or str(self.folder),
+            "dim": self.transform.dim,
+            "notes": self.notes,
+            "names": self.names,
+            "volumes": volumes,
+            "label_names": self.label_names,
+            "metrics": {} if self.record is None else self.record.to_json()["metrics"],
+            "confidence": confidence,
+        }
+
+    @property
+    def sides(self) -> list[str]:
+        """The names of the images that are not label maps."""
+        return [name for name in ("fixed", "warped", "moving") if name in self.images]
+
+    def file(self, name: str) -> Path | None:
+        """A file of the result folder itself, by one of its usual names."""
+        path = self.folder / name
+        inside = name in NAMES and path.is_file() and path.resolve().parent == self.folder.resolve()
+        return path if inside else None
+
+    def at(self, side: str, point: Matrix) -> dict[str, Any]:
+        """The value of an image at a world point (3,), LPS mm, and the name of the label there, if there is any."""
+        found: dict[str, Any] = {"value": _value(self.images[side], point), "label": None}
+        if f"{side}_labels" in self.labels and (label := _value(self.volume(f"{side}_labels"), point)):
+            found["label"] = self.label_names.get(int(label), f"label {label:g}")
+        return found
 
     def match(self, point: Matrix, *, start: str = "fixed") -> dict[str, Any]:
         """Map a world point (3,), LPS mm, of the fixed image to the moving one, or back by the inverse.
@@ -115,6 +171,8 @@ class _Loader:
         self.images: dict[str, Image] = {}
         self.names: dict[str, str] = {}
         self.notes: list[str] = []
+        self.paths: dict[str, Path] = {}
+        self.record: Report | None = None
         self.options: Mapping[str, Any] = {}
 
     def load(self) -> Scene:
@@ -124,15 +182,18 @@ class _Loader:
         for side in ("fixed", "moving"):
             self.add_input(side, inputs.get(side, InputRecord()))
             self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", InputRecord()))
+            self.find_input(f"{side}_mask", inputs)
+        self.find_input("initial_transform", inputs)
         if (labels := self.folder / WARPED_LABELS).is_file():
             self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
         report = self.result(PAGE) if (self.folder / PAGE).is_file() else None
-        return Scene(self.folder, self.images, self.names, tuple(self.notes), transform, inverse, report)
+        notes = tuple(self.notes)
+        return Scene(self.folder, self.images, self.names, notes, transform, inverse, report, self.paths, self.record)
 
     def recorded_inputs(self) -> Mapping[str, InputRecord]:
         try:
             report = ResultFolder(self.folder).read_report()
-            self.options = {} if report.request is None else report.request.options
+            self.options, self.record = {} if report.request is None else report.request.options, report
             return report.inputs
         except InputError as error:
             self.notes.append(str(error))
@@ -166,13 +227,25 @@ class _Loader:
         problem = "" if labels else f"was not found; put it back or into {self.folder}"
         for path in self.candidates(entry.path, f"{name}.nii.gz"):
             try:
-                return self.add(name, path, self.read_input(path, entry, name))
+                self.add(name, path, self.read_input(path, entry, name))
+                self.paths[name.replace("labels", "seg")] = path
+                return
             except (ValueError, OSError) as error:
                 problem = f"is not shown: {user_message(error)}"
         if problem:
             title = name.replace("_", " ") if labels else f"{name} image"
             recorded = "" if entry.path is None else f", {entry.path!r},"
             self.notes.append(f"the {title}{recorded} {problem}")
+
+    def find_input(self, name: str, inputs: Mapping[str, InputRecord]) -> None:
+        """Keep the path of an input that is not shown, if its checksum or the user allows it."""
+        entry = inputs.get(name, InputRecord())
+        paths = [] if entry.path is None else self.candidates(entry.path, Path(entry.path).name)
+        for path in paths:
+            with suppress(OSError, ValueError):
+                if self.trust or entry.sha256 == sha256(path):
+                    self.paths[name] = path
+                    return
 
     def candidates(self, recorded: str | None, usual: str) -> list[Path]:
         """Existing paths where an input may be: the recorded one, then its name or the usual one in the folder."""
@@ -201,7 +274,14 @@ def _voxel_checksum(image: Image) -> str:
     return hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest()
 
 
-def _window(image: Image) -> tuple[float, float] | None:
+def _value(image: Image, point: Matrix) -> float | None:
+    """The value of the voxel at a world point, or None outside the image."""
+    index = np.rint(map_points(np.linalg.inv(image.affine), point[: image.dim])).astype(int)
+    inside = all(0 <= i < n for i, n in zip(index, image.shape, strict=True))
+    return float(image.data[tuple(index)]) if inside else None
+
+
+def window(image: Image) -> tuple[float, float] | None:
     """The range of values to display; None leaves it to the viewer."""
     try:
         return next(iter(grey_scale(image).windows.values()))
