@@ -87,11 +87,8 @@ def _options(report: Report) -> Mapping[str, Any]:
         options["optimize"] = "auto"
     if options.get("io_iterations") == 0:
         options["io_iterations"] = None
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
     try:
-        RegisterOptions(**values).check_guided()
+        task_options(options).check_guided()
     except TypeError as error:
         raise InputError(f"report.json has options that cannot be used ({error})") from error
     return options
