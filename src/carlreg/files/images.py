@@ -8,6 +8,7 @@ of NIfTI's and nibabel's RAS. Unit coordinates are those of `carlreg.geometry.gr
 formats are read by SimpleITK in a process of its own, so that a damaged or hostile file cannot crash this one.
 """
 
+import importlib
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.errors import OutputError
+from carlreg.errors import DependencyError, InputError, OutputError
 from carlreg.files import dicom, isolated, nifti, nifti_write
 from carlreg.files.atomic import PathLike as PathLike
 from carlreg.files.atomic import write_atomically
@@ -96,6 +97,35 @@ class Image:
         """The same voxels and positions as a SimpleITK image."""
         return place(simpleitk().GetImageFromArray(np.ascontiguousarray(self.data.T)), self.affine)
 
+    def to_nibabel(self) -> Any:
+        """The same voxels and positions as a nibabel image, whose affine is in RAS. A 2-D image gets a third axis."""
+        nibabel = _optional("nibabel")
+        affine = np.eye(4)
+        kept = [*range(self.dim), 3]
+        affine[np.ix_(kept, kept)] = self.affine
+        data = self.data if self.dim == 3 else self.data[..., None]
+        known = data.astype(np.int32) if data.dtype == np.int64 and np.abs(data).max(initial=0) < 2**31 else data
+        image = nibabel.Nifti1Image(known, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, dtype=known.dtype)
+        image.header.set_xyzt_units("mm")
+        return image
+
+    def to_ants(self) -> Any:
+        """The same voxels and positions as an image of ANTsPy."""
+        direction = self.affine[:-1, :-1] / np.array(self.spacing)
+        places = {"origin": self.affine[:-1, -1].tolist(), "spacing": list(self.spacing), "direction": direction}
+        return _optional("ants", "antspyx").from_numpy(np.ascontiguousarray(self.data), **places)
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """The voxels, axes in the order x, y, z of their indices."""
+        return self.data
+
+
+def _optional(module: str, package: str | None = None) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DependencyError(f"{package or module} is not installed; pip install {package or module}") from error
+
 
 def map_points(matrix: npt.NDArray[np.floating[Any]], points: npt.ArrayLike) -> Matrix:
     """Points (..., D) of one space in another, by a matrix (D + 1, D + 1) such as `unit_to_world()`."""
@@ -115,6 +145,29 @@ def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name
         array = array.astype(np.uint8 if array.dtype == bool else np.float32)
     matrix = np.eye(array.ndim + 1) if affine is None else np.array(affine, dtype=np.float64)
     return Image(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), matrix, name)
+
+
+def placed(source: Any, spacing: Any, affine: Any, space: str, name: str) -> Image:
+    """An array or tensor with the size of its voxels in mm, or a matrix from indices to `space`, "LPS" or "RAS"."""
+    if isinstance(source, (str, os.PathLike, Image)) or not hasattr(source, "shape"):
+        kind = type(source).__name__
+        raise InputError(
+            f"spacing or affine was given, but {name} is a {kind}; expected an array, which has no positions"
+        )
+    if spacing is not None and affine is not None:
+        raise InputError("spacing and affine were both given; expected one of them")
+    if space not in ("LPS", "RAS"):
+        raise InputError(f"unknown space {space!r}; expected 'LPS' or 'RAS'")
+    array = as_image(source, name).data
+    if affine is None:
+        matrix = np.diag([*np.broadcast_to(np.asarray(spacing, np.float64), array.ndim), 1.0])
+    else:
+        matrix = np.asarray(affine, dtype=np.float64)
+        if matrix.shape != (array.ndim + 1, array.ndim + 1):
+            expected = f"({array.ndim + 1}, {array.ndim + 1})"
+            raise InputError(f"the affine of {name} has shape {matrix.shape}; expected {expected}")
+    flip = [-1.0, -1.0, *[1.0] * (array.ndim - 1)] if space == "RAS" and affine is not None else [1.0] * len(matrix)
+    return from_array(array, np.diag(flip) @ matrix, name=name)
 
 
 def from_sitk(image: Any, choice: Choice = WHOLE, *, name: str = "SimpleITK image") -> Image:
@@ -165,16 +218,45 @@ def _from_memory(source: Any, name: str, choice: Choice) -> Image:
     if isinstance(source, Image):
         return source
     kind = type(source).__module__.partition(".")[0]
+    if kind in ("monai", "torchio") and hasattr(source, "affine"):
+        return _from_channels(source, name)
     if kind == "torch":
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
+        source = source if choice.frame is not None else _without_channel(source)
         frames = source.ndim == 4 and choice.frame is not None
         return from_array(choice.take(source, np.eye(5), name)[0] if frames else source, name=name)
     if kind == "SimpleITK":
         return from_sitk(source, choice, name=name)
     if kind == "nibabel":
         return from_nibabel(source, choice, name=name)
-    raise TypeError(f"{name} is a {type(source).__name__}; expected a path, an Image, an array, SimpleITK or nibabel")
+    if kind == "ants":
+        return _from_ants(source, name)
+    expected = "a path, an Image, an array, or an image of SimpleITK, nibabel, ANTsPy, MONAI or TorchIO"
+    raise TypeError(f"{name} is a {type(source).__name__}; expected {expected}")
+
+
+def _from_ants(image: Any, name: str) -> Image:
+    affine = np.eye(image.dimension + 1)
+    affine[:-1, :-1] = np.asarray(image.direction) * np.asarray(image.spacing)
+    affine[:-1, -1] = image.origin
+    return from_array(image.numpy(), affine, name=name)
+
+
+def _from_channels(source: Any, name: str) -> Image:
+    """An image (1, x, y, z) with an affine in RAS, as MONAI and TorchIO keep them."""
+    affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ np.asarray(source.affine, dtype=np.float64)
+    data = _without_channel(np.asarray(getattr(source, "data", source)))
+    if data.ndim == 3 and data.shape[-1] == 1:  # TorchIO keeps pictures as volumes of one slice
+        data, affine = data[..., 0], affine[np.ix_([0, 1, 3], [0, 1, 3])]
+    return from_array(data, affine, name=name)
+
+
+def _without_channel(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(1, 1, *shape) or (1, x, y, z), as networks take images, without the batch and the channel."""
+    if data.ndim in (4, 5) and data.shape[:2] == (1, 1):
+        return np.asarray(data[0, 0])
+    return np.asarray(data[0]) if data.ndim == 4 and data.shape[0] == 1 else data
 
 
 def read(path: PathLike, choice: Choice = WHOLE) -> Image:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from carlreg.explain import Explanation, Inside
 from carlreg.fast.devices import choose_device
 from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
-from carlreg.files.images import Image
+from carlreg.files.images import Image, placed
 from carlreg.files.results import Report
 from carlreg.files.world_transform import PointMap, WorldTransform
 from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
@@ -74,12 +74,19 @@ def register(
     moving_series: str | None = DEFAULT.moving_series,
     device: str | torch.device = DEFAULT.device,
     seed: int = DEFAULT.seed,
+    spacing: Any = None,
+    affine: Any = None,
+    space: Literal["LPS", "RAS"] = "LPS",
     callback: Callable[[int, Loss], None] | None = None,
     progress: Callable[[str], None] | None = None,
     over: Optimize | None = None,
     fit_to: FitSource | None = None,
 ) -> Registration:
-    """Register two images: paths, SimpleITK or nibabel images, `carlreg.files.images.Image`, or arrays.
+    """Register two images: paths, images of SimpleITK, nibabel, ANTsPy, MONAI or TorchIO, arrays, or tensors.
+
+    Arrays (x, y, z) and tensors (1, 1, x, y, z) have voxels of 1 mm unless `spacing` is given, in mm along each axis,
+    or `affine`, (D + 1, D + 1) from indices to millimetres in `space`, "LPS" or, as nibabel's, "RAS". Two of them, as a
+    tuple, are for the fixed and the moving image.
 
     `model` is the name of a shipped model, the path of a model file, or a model in memory. "auto" first searches for a
     rotation between the images; if there is one, carl-base sees the moving image rotated back. "none" uses no network:
@@ -123,9 +130,16 @@ def register(
         if given[older] is not None and given[name] not in (given[older], getattr(DEFAULT, name)):
             raise InputError(f"{name}={given[name]!r} and {older}={given[older]!r} were given; expected {name} alone")
         given[name] = given[name] if given[older] is None else given[older]
+    for number, name in enumerate(("fixed", "moving") if spacing is not None or affine is not None else ()):
+        given[name] = placed(given[name], _one_of(spacing, number), _one_of(affine, number), space, name)
     inputs = PairInputs(**{one.name: given[one.name] for one in fields(PairInputs)})
     options = RegisterOptions(**{one.name: given[one.name] for one in fields(RegisterOptions)})
     return register_pair(inputs, model, options, callback=callback, progress=progress)
+
+
+def _one_of(value: Any, number: int) -> Any:
+    """What a tuple of two has for one image, or what is given for both."""
+    return value[number] if isinstance(value, tuple) and len(value) == 2 and np.ndim(value[0]) > 0 else value
 
 
 def register_pair(

@@ -10,20 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import carlreg
-from carlreg.files import images, transform_files
+from carlreg.errors import InputError
+from carlreg.files import images, transform_files, world_transform
 from carlreg.files.atomic import write_atomically
+from carlreg.files.checks import times
 from carlreg.files.choice import is_picture
 from carlreg.files.images import Image
 from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, WITHIN, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
+from carlreg.geometry.grids import Interpolation
 from carlreg.model.loaded import NONE, LoadedModel
 from carlreg.registration.options import RegisterOptions
+
+if TYPE_CHECKING:
+    from carlreg.registration.viewing import Viewer
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,90 @@ class Registration:
     fixed_labels: Image | None = None
     """The labels that were given, on the grids of their images."""
     moving_labels: Image | None = None
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> tuple[str, str, str]:
+        """What was registered, how, and how well: a line each."""
+        record, image = self.record, self.fixed
+        voxels = f"{times(image.shape)} voxels of {' × '.join(f'{mm:.3g}' for mm in image.spacing)} mm"
+        names = [Path(one.name.partition(" (")[0]).name for one in (self.moving, self.fixed)]
+        steps = f", {record.io_iterations} steps of {record.io_sim}" if record.io_iterations else ""
+        model, total = record.model.get("name", "a model in memory"), record.seconds.get("total", 0.0)
+        texts = {
+            "dice_after": "Dice {dice_before:.3f} before, {dice_after:.3f} after",
+            "tre_after_mm": "landmarks {tre_before_mm:.1f} mm apart before, {tre_after_mm:.1f} mm after",
+            "folds_percent": "{folds_percent:.3f} % folds",
+            "sd_log_jacobian": "SDlogJ {sd_log_jacobian:.3f}",
+            "inverse_consistency_mm": "inverse consistent to {inverse_consistency_mm:.2f} mm",
+        }
+        scores = [text.format(**self.metrics) for name, text in texts.items() if name in self.metrics]
+        return (
+            f"Registration of {names[0]} to {names[1]}, {voxels}",
+            f"{record.transform} by {model}{steps}, {total:.1f} s on {record.device}",
+            ", ".join(scores),
+        )
+
+    def _repr_html_(self) -> str:
+        """A picture and the numbers, for notebooks."""
+        from carlreg.registration.picture import html
+
+        return html(self)
+
+    def plot(self) -> Any:
+        """A Matplotlib figure: the fixed image, the moving one before and after, and a checkerboard of both."""
+        from carlreg.registration.picture import plot
+
+        return plot(self)
+
+    def view(self, *, browser: bool = True) -> Viewer:
+        """Show the result in the browser, as `carl view` does, until `close()` or the end of the program."""
+        from carlreg.registration.viewing import Viewer
+
+        return Viewer.of(self, browser=browser)
+
+    def warp(
+        self, source: Any, *, labels: bool | None = None, inverse: bool = False, outside: float | None = None
+    ) -> Image:
+        """An image of the moving space on the fixed image's grid, in any form that `register` takes; `inverse` for the
+        other way. An array needs the shape of the moving image and lies where that does.
+
+        Label maps are taken from the nearest voxel: `labels` says whether it is one; by default, its values do.
+
+        >>> result.warp("moving_labels.nii.gz").to_nibabel()
+        """
+        own, like = (self.fixed, self.moving) if inverse else (self.moving, self.fixed)
+        image = images.as_image(source, "image")
+        if type(source).__module__.partition(".")[0] in ("numpy", "torch"):
+            if image.shape != own.shape:
+                side = "fixed" if inverse else "moving"
+                raise InputError(f"the array has shape {image.shape}; expected the {side} image's, {own.shape}")
+            image = replace(image, affine=own.affine)
+        nearest = images.looks_like_labels(image) if labels is None else labels
+        kind: Interpolation = "nearest" if nearest else "linear"
+        return world_transform.apply(self.inverse if inverse else self.transform, image, like, kind, outside)
+
+    def warp_points(
+        self, points: npt.ArrayLike, side: Literal["fixed", "moving"] = "fixed", space: Literal["LPS", "RAS"] = "LPS"
+    ) -> npt.NDArray[np.float64]:
+        """World points (N, D) in mm of one image, at their places in the other; `side` is the image they belong to.
+
+        >>> result.warp_points([[10.0, -20.0, 30.0]], "moving")
+        """
+        if side not in ("fixed", "moving") or space not in ("LPS", "RAS"):
+            expected = "'fixed' or 'moving', and 'LPS' or 'RAS'"
+            raise InputError(f"unknown side {side!r} or space {space!r}; expected {expected}")
+        signs = np.array([-1.0, -1.0, 1.0][: self.fixed.dim]) if space == "RAS" else np.ones(self.fixed.dim)
+        at = np.asarray(points, dtype=np.float64) * signs
+        if side == "fixed":
+            return self.transform(at) * signs
+        flat, _ = world_transform.invert_points(self.transform, at.reshape(-1, self.fixed.dim))
+        return flat.reshape(at.shape) * signs
+
+    def jacobian(self) -> Image:
+        """The Jacobian determinant on the fixed image's grid: above 1 where the moving image has more volume."""
+        return world_transform.jacobian_determinant(self.transform, self.fixed)
 
     @property
     def metrics(self) -> Mapping[str, float]:

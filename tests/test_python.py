@@ -1,0 +1,204 @@
+"""`register` and its result in Python, with the types that users have."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+
+import carlreg
+from carlreg import Registration, gradicon, register, save
+from carlreg.errors import DependencyError, InputError
+from carlreg.files import images, world_transform
+from carlreg.files.images import Image, as_image, from_array, map_points
+from carlreg.registration.picture import TITLES, slices
+
+sitk = pytest.importorskip("SimpleITK")
+nibabel = pytest.importorskip("nibabel")
+from test_product import blobs, oblique  # noqa: E402
+
+OPTIONS: dict[str, Any] = {"io_iterations": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "small.safetensors"
+    save(gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16", "name": "small"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Image, Image]:
+    """The same anatomy under two headers, (4, -3, 2) mm apart."""
+    affine = oblique((1.5, 1.2, 2.0), (10, -20, 30))
+    other = affine.copy()
+    other[:3, 3] += (4, -3, 2)
+    fixed = blobs((20, 22, 18), affine)
+    return fixed, Image(fixed.data, other)
+
+
+@pytest.fixture(scope="module")
+def result(pair: tuple[Image, Image], model: Path) -> Registration:
+    labels = [Image((image.data > 300).astype(np.uint8), image.affine) for image in pair]
+    return register(fixed=pair[0], moving=pair[1], fixed_seg=labels[0], moving_seg=labels[1], model=model, **OPTIONS)
+
+
+def test_a_result_prints_three_lines(result: Registration) -> None:
+    first, second, third = repr(result).splitlines()
+    assert first == "Registration of image to array, 20 × 22 × 18 voxels of 1.5 × 1.2 × 2 mm"
+    assert re.fullmatch(r"deformable by small, [\d.]+ s on cpu", second)
+    assert re.search(r"Dice 0\.\d+ before, 1\.000 after, 0\.000 % folds, SDlogJ 0\.000, inverse consistent", third)
+    assert str(result) == repr(result)
+
+
+def test_a_notebook_shows_a_picture_and_the_numbers(result: Registration) -> None:
+    page = result._repr_html_()
+    assert page.count('src="data:image/png;base64,') == 1
+    assert f"<th>dice_after</th><td>{result.metrics['dice_after']:.4g}</td>" in page
+    assert "http" not in page  # nothing is loaded from elsewhere
+    for axis in range(3):
+        fixed, before, after, board = slices(result, axis)
+        assert fixed.shape == before.shape == after.shape == board.shape
+        assert np.abs(after.astype(int) - fixed).mean() < 2 < np.abs(before.astype(int) - fixed).mean()
+        assert (board == np.where(board == fixed, fixed, after)).all()
+    axial, coronal, sagittal = (slices(result, axis)[0].shape for axis in (2, 1, 0))
+    assert axial[1] == coronal[1]  # left to right, on square pixels
+    assert coronal[0] == sagittal[0]
+
+
+def test_a_figure(result: Registration) -> None:
+    pytest.importorskip("matplotlib")
+    figure = result.plot()
+    assert [place.get_title() for place in figure.axes[:4]] == [f"{title}, axial" for title in TITLES]
+    assert len(figure.axes) == 12
+
+
+def test_warp_takes_what_register_takes(result: Registration, pair: tuple[Image, Image], tmp_path: Path) -> None:
+    fixed, moving = pair
+    expected = world_transform.apply(result.transform, moving, fixed).data
+    images.write(moving, tmp_path / "moving.nii.gz")
+    forms = [moving, moving.data, torch.from_numpy(moving.data)[None, None], moving.to_sitk(), moving.to_nibabel()]
+    for form in [*forms, tmp_path / "moving.nii.gz"]:
+        assert np.abs(result.warp(form).data.astype(int) - expected).max() <= 1
+    labels = (moving.data > 300).astype(np.uint8) * 7
+    warped = result.warp(labels)
+    assert set(np.unique(warped.data)) == {0, 7}  # nearest by itself
+    assert np.array_equal(warped.affine, fixed.affine)
+    between = moving.affine.copy()
+    between[:3, 3] += 0.5 * between[:3, 0]
+    assert len(np.unique(result.warp(Image(labels, between), labels=False).data)) > 2
+    back = result.warp(fixed, inverse=True)
+    assert np.array_equal(back.affine, moving.affine)
+    assert np.abs(back.data.astype(int) - moving.data).mean() < 2
+    with pytest.raises(InputError, match=r"shape \(3, 3, 3\); expected the moving image's"):
+        result.warp(np.zeros((3, 3, 3)))
+
+
+def test_points_in_both_directions_and_frames(result: Registration, pair: tuple[Image, Image]) -> None:
+    points = map_points(pair[0].affine, np.random.default_rng(0).uniform(3, 15, (10, 3)))
+    moved = result.warp_points(points)
+    assert np.allclose(moved, points + np.array([4, -3, 2]), atol=1e-2)
+    assert np.allclose(result.warp_points(moved, "moving"), points, atol=1e-2)
+    ras = np.array([-1, -1, 1])
+    assert np.allclose(result.warp_points(points * ras, space="RAS"), moved * ras)
+    with pytest.raises(InputError, match="unknown side 'here'"):
+        result.warp_points(points, "here")  # type: ignore[arg-type]
+    assert np.allclose(result.jacobian().data, 1, atol=1e-3)
+
+
+def test_the_viewer_of_a_result_in_memory(result: Registration) -> None:
+    viewer = result.view(browser=False)
+    folder = Path(viewer.folder.name)
+    try:
+        with urllib.request.urlopen(viewer.url) as answer:
+            assert answer.status == 200
+        assert viewer.url in repr(viewer)
+    finally:
+        viewer.close()
+    assert not folder.exists()
+
+
+def test_images_of_other_libraries(pair: tuple[Image, Image]) -> None:
+    """There and back, at the same places."""
+    image = pair[0]
+    assert np.array_equal(image.to_numpy(), image.data)
+    theirs = image.to_nibabel()
+    assert np.allclose(theirs.affine, np.diag([-1, -1, 1, 1]) @ image.affine)
+    assert theirs.get_data_dtype() == image.data.dtype
+    for other in (theirs, image.to_sitk()):
+        again = as_image(other, "image")
+        assert np.array_equal(again.data, image.data)
+        assert np.allclose(again.affine, image.affine, atol=1e-4)
+    plane = from_array(np.arange(12.0).reshape(3, 4), np.diag([2.0, 3.0, 1.0]))
+    assert plane.to_nibabel().shape == (3, 4, 1)
+    assert np.allclose(plane.to_nibabel().header.get_zooms()[:2], (2, 3))
+
+
+def test_ants(pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ANTsPy if it is installed; otherwise the error names the package."""
+    image = pair[0]
+    try:
+        import ants  # noqa: F401
+    except ImportError:
+        with pytest.raises(DependencyError, match="pip install antspyx"):
+            image.to_ants()
+
+        def from_numpy(data: Any, **places: Any) -> Any:  # as ANTsPy keeps an image
+            kept = {"dimension": data.ndim, "numpy": lambda: data, **places}
+            return type("ANTsImage", (), {**kept, "__module__": "ants.core", "numpy": lambda self: data})()
+
+        monkeypatch.setitem(sys.modules, "ants", types.SimpleNamespace(from_numpy=from_numpy))
+    again = as_image(image.to_ants(), "image")
+    assert np.allclose(again.data, image.data)
+    assert np.allclose(again.affine, image.affine, atol=1e-5)
+
+
+def test_channels_first_with_an_affine_in_ras(pair: tuple[Image, Image]) -> None:
+    """As MONAI's MetaTensor and TorchIO's ScalarImage are: neither needs to be installed to be recognised."""
+    image = pair[0]
+    kept = {"data": torch.from_numpy(image.data)[None], "affine": np.diag([-1, -1, 1, 1]) @ image.affine}
+    for module in ("monai.data.meta_tensor", "torchio.data.image"):
+        other = type("Other", (), {**kept, "__module__": module})()
+        again = as_image(other, "image")
+        assert np.array_equal(again.data, image.data)
+        assert np.allclose(again.affine, image.affine)
+
+
+def test_tensors_and_arrays_with_spacing_or_affine(pair: tuple[Image, Image], model: Path) -> None:
+    fixed, moving = pair
+    expected = register(fixed=fixed, moving=moving, model=model, **OPTIONS)
+    arrays: dict[str, Any] = {"fixed": torch.from_numpy(fixed.data)[None, None], "moving": moving.data}
+    flip = np.diag([-1, -1, 1, 1])
+    for space, affines in (
+        ("LPS", (fixed.affine, moving.affine)),
+        ("RAS", (flip @ fixed.affine, flip @ moving.affine)),
+    ):
+        given = register(**arrays, affine=affines, space=space, model=model, **OPTIONS)  # type: ignore[arg-type]
+        assert np.allclose(given.transform.displacement, expected.transform.displacement, atol=1e-4)
+    spaced = register(**arrays, spacing=(1.5, 1.2, 2.0), model=model, **OPTIONS)
+    assert spaced.fixed.spacing == spaced.moving.spacing == pytest.approx((1.5, 1.2, 2.0))
+    apart = register(**arrays, spacing=((1.5, 1.2, 2.0), (1.0, 1.0, 1.0)), model=model, **OPTIONS)
+    assert apart.moving.spacing == (1.0, 1.0, 1.0)
+    with pytest.raises(InputError, match="both given"):
+        register(**arrays, spacing=(1, 1, 1), affine=np.eye(4), model=model, **OPTIONS)
+    with pytest.raises(InputError, match=r"has shape \(3, 3\); expected \(4, 4\)"):
+        register(**arrays, affine=np.eye(3), model=model, **OPTIONS)
+    with pytest.raises(InputError, match="fixed is a Image; expected an array"):
+        register(fixed=fixed, moving=moving, spacing=(1, 1, 1), model=model, **OPTIONS)
+
+
+def test_only_public_names_are_listed() -> None:
+    """Also after submodules were imported, which are attributes of the package."""
+    code = "import carlreg, carlreg.files.images, carlreg.cli; print(*dir(carlreg))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == sorted([*carlreg.__all__, "__version__"])
