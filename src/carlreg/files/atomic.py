@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from carlreg.errors import OVERWRITE, CarlError, ExistsError, OutputError
 
@@ -50,6 +51,31 @@ def write_atomically(path: PathLike, content: bytes | Callable[[Path], object], 
             refuse_existing(path, overwrite)
             os.replace(temporary, target)
             _flush_folder(target.parent)
+
+
+def append_lines(path: PathLike, lines: Iterable[str]) -> None:
+    """Append lines to a file and flush it to the disk. If the process is killed, no line but these is lost.
+
+    Each file has one writer. Readers ignore what follows the last end of a line; the next writer removes it.
+    """
+    with _named(path), open(path, "ab+") as file:
+        file.truncate(_whole_lines(file))
+        file.write("".join(f"{line}\n" for line in lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """The length of a file up to its last end of a line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 2**16)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 @contextmanager
@@ -138,6 +164,14 @@ def only_writer(folder: PathLike, busy: Exception) -> Iterator[None]:
     with _named(folder):
         path.mkdir(parents=True, exist_ok=True)
     with _lock(path, busy=busy):
+        yield
+
+
+@contextmanager
+def in_turn(folder: PathLike) -> Iterator[None]:
+    """Make a folder and wait until no other process is in such a block for it, where the file system has locks."""
+    path = Path(os.path.realpath(folder))
+    with _named(folder), _lock(path, make=partial(path.mkdir, parents=True, exist_ok=True)):
         yield
 
 

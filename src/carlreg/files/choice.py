@@ -34,7 +34,7 @@ class Choice:
 
     def check(self, size: Sequence[int], components: int, name: str) -> None:
         """Refuse an image that is not one scalar 2-D or 3-D image once this is taken of it."""
-        if self._has_frames(len(size), name):
+        if self.has_frames(len(size), name):
             size = self._check_frame(size, name)
         if len(size) not in (2, 3):
             raise ImageError(f"{name} is {len(size)}-D ({times(size)}); expected one 2-D or 3-D image")
@@ -46,7 +46,8 @@ class Choice:
             luminance = ", or --channel luminance" if coloured else ""
             raise ImageError(f"{found}; expected one: choose it by --channel N, from 0 to {components - 1}{luminance}")
 
-    def _has_frames(self, dim: int, name: str) -> bool:
+    def has_frames(self, dim: int, name: str) -> bool:
+        """Whether the last axis of an image is time, or the pages of a TIFF file."""
         return dim == 4 or (dim == 3 and self.frame is not None and is_picture(name))
 
     def _check_frame(self, size: Sequence[int], name: str) -> Sequence[int]:
@@ -61,7 +62,7 @@ class Choice:
         the luminance of them was chosen."""
         dim, colours = len(affine) - 1, None
         self.check(voxels.shape[:dim], voxels.shape[dim] if voxels.ndim > dim else 1, name)
-        if self._has_frames(dim, name):
+        if self.has_frames(dim, name):
             kept = [*range(dim - 1), dim]
             voxels, affine = voxels.take(self.frame or 0, axis=dim - 1), affine[np.ix_(kept, kept)]
         if voxels.ndim == len(affine) and isinstance(self.channel, int):

@@ -268,23 +268,11 @@ def read(path: PathLike, choice: Choice = WHOLE) -> Image:
     >>> image = read("scan.nii.gz")
     """
     path = Path(path)
-    if not path.exists():
-        raise ImageError(f"{path} does not exist; expected an image file or a DICOM folder: check the path")
-    if not os.access(path, os.R_OK):
-        raise ImageError(f"{path} cannot be read: permission denied; expected a readable file: check its permissions")
+    _check_readable(path, choice)
     if path.is_dir():
         return _read_series(path, choice)
-    if choice.series is not None:
-        raise ImageError(
-            f"{path} is a file, but a DICOM series was chosen ({choice.series}); expected a folder of these"
-        )
-    if path.stat().st_size == 0:
-        raise ImageError(f"{path} is empty; expected an image: copy or export it again")
     if nifti.is_nifti(path):
-        header = nifti.read_header(path)
-        choice.check(header.shape, header.components, str(path))
-        header = header.at_time(choice.frame or 0)
-        check_geometry(header.affine(), str(path))
+        header = _nifti_header(path, choice)
         voxels, affine, colours = choice.take(nifti.read_voxels(path, header), header.affine(), str(path))
         return Image(voxels, affine, str(path), colours)
     _check_complete(path)
@@ -293,6 +281,57 @@ def read(path: PathLike, choice: Choice = WHOLE) -> Image:
     if path.suffix.lower() == ".png":
         affine = affine @ np.diag([*_png_spacing(path.read_bytes()[: 2**16]), 1.0])
     return _taken(voxels, affine, choice, str(path))
+
+
+def read_outline(path: PathLike, choice: Choice = WHOLE) -> Image | None:
+    """Read what a header states: an image whose voxels are all 0 and take no memory. Files that `read` would refuse
+    for their header or for their length are refused. None for a DICOM folder, which shows its shape only when read.
+
+    >>> read_outline("scan.nii.gz").shape
+    """
+    path = Path(path)
+    _check_readable(path, choice)
+    if path.is_dir():
+        dicom.choose(list_series(path), choice.series, str(path))
+        return None
+    if nifti.is_nifti(path):
+        header = _nifti_header(path, choice)
+        nifti.check_whole(path, header)
+        return Image(np.broadcast_to(np.uint8(0), header.shape), header.affine(), str(path))
+    _check_complete(path)
+    with _reasons(path), isolated.reading("image", path) as child:
+        about = child.header()
+        _check_header(about, choice, str(path))
+    affine, shape = np.array(about["affine"]), tuple(about["size"])
+    if choice.has_frames(len(shape), path.name):
+        kept = [*range(len(shape) - 1), len(shape)]
+        affine, shape = affine[np.ix_(kept, kept)], shape[:-1]
+    if path.suffix.lower() == ".png":
+        affine = affine @ np.diag([*_png_spacing(path.read_bytes()[: 2**16]), 1.0])
+    return Image(np.broadcast_to(np.uint8(0), shape), affine, str(path))
+
+
+def _check_readable(path: Path, choice: Choice) -> None:
+    if not path.exists():
+        raise ImageError(f"{path} does not exist; expected an image file or a DICOM folder: check the path")
+    if not os.access(path, os.R_OK):
+        raise ImageError(f"{path} cannot be read: permission denied; expected a readable file: check its permissions")
+    if path.is_dir():
+        return
+    if choice.series is not None:
+        raise ImageError(
+            f"{path} is a file, but a DICOM series was chosen ({choice.series}); expected a folder of these"
+        )
+    if path.stat().st_size == 0:
+        raise ImageError(f"{path} is empty; expected an image: copy or export it again")
+
+
+def _nifti_header(path: Path, choice: Choice) -> nifti.Header:
+    header = nifti.read_header(path)
+    choice.check(header.shape, header.components, str(path))
+    header = header.at_time(choice.frame or 0)
+    check_geometry(header.affine(), str(path))
+    return header
 
 
 def _png_spacing(content: bytes) -> tuple[float, float]:

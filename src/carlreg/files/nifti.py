@@ -122,6 +122,19 @@ def read_header(path: Path) -> Header:
     return Header(name, fields, tuple(sides), components, dtype, int(offset))
 
 
+def check_whole(path: Path, header: Header) -> None:
+    """Refuse a file that ends too early. That of a gzip file shows in the length that is stored at its end."""
+    expected = header.offset + header.nbytes
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        size = file.seek(-4 if packed else 0, 2)
+        stored = int.from_bytes(file.read(4), "little") if packed else size
+    if packed and stored != expected % 2**32:
+        read_voxels(path, header)  # a file in several parts, or with more than its voxels; or it raises
+    elif not packed and size < expected:
+        raise _truncated(header, size)
+
+
 def read_voxels(path: Path, header: Header) -> npt.NDArray[Any]:
     """The voxels (*shape), or (*shape, components), in ITK's types: scaled integers are float32."""
     check_size(header.shape, header.name, header.dtype.itemsize * header.components)

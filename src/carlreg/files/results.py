@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -21,11 +21,11 @@ from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomical
 
 WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
 TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
-REPORT, PAGE = "report.json", "report.html"
+REPORT, PAGE, THUMBNAIL = "report.json", "report.html", "thumbnail.jpg"
 FILES = (WARPED, TRANSFORM, INVERSE, REPORT)
 """The files of every result."""
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # formats without positions
-NAMES = (*FILES, WARP, WARPED_LABELS, PAGE, *(f"warped{ending}" for ending in PICTURES))
+NAMES = (*FILES, WARP, WARPED_LABELS, PAGE, THUMBNAIL, *(f"warped{ending}" for ending in PICTURES))
 """All files that a result may have."""
 WITHIN = 0.01
 """The stored transforms are within this distance of the exact ones, in mm and in voxels."""
@@ -206,9 +206,9 @@ class ResultFolder:
     def holds_registration(self) -> bool:
         return self[TRANSFORM].is_file()
 
-    def missing(self, *more: str) -> list[str]:
+    def missing(self, *more: str, files: Iterable[str] = FILES) -> list[str]:
         """The files that a complete result, and one with `more` files, would have and this folder has not."""
-        return [name for name in (*FILES, *more) if not self[name].is_file()]
+        return [name for name in (*files, *more) if not self[name].is_file()]
 
     def read_report(self) -> Report:
         try:
@@ -218,10 +218,12 @@ class ResultFolder:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{self[REPORT]} is damaged ({error}); expected the report of a registration") from error
 
-    def differences(self, request: Request, *more: str, full_precision: bool = False) -> list[str]:
+    def differences(
+        self, request: Request, *more: str, full_precision: bool = False, files: Iterable[str] = FILES
+    ) -> list[str]:
         """How the result differs from a complete one for this request, in words; empty if it does not. `more` are files
-        that are written on request."""
-        if missing := self.missing(*more):
+        that are written on request, beside `files`."""
+        if missing := self.missing(*more, files=files):
             return [f"no {missing[0]}"]
         report = self.read_report()
         if report.request is None:

@@ -110,12 +110,13 @@ class _Row:
 
 
 def read_table(
-    path: PathLike, columns: Collection[str] = COLUMNS, *, unique: bool = False
+    path: PathLike, columns: Collection[str] = COLUMNS, *, unique: bool | None = False
 ) -> Sequence[Pair] | Sequence[Scan]:
     """Read a table of images if it has the column `image` and that is one of `columns`, or else a table of pairs.
 
     Other columns than `columns` are ignored with a warning. The files are not opened. Pairs of different images must
-    have different names; with `unique`, all pairs must. Default names that are not different get the names of folders.
+    have different names; with `unique=True`, all pairs must, and with None, names are not compared. Default names that
+    are not different get the names of folders.
     """
     rows = _read_rows(Path(path), columns)
     if "image" in rows[0].cells:
@@ -131,13 +132,14 @@ def read_table(
             long = (_with_folders(file, Path(path).parent) for file in (pair.moving, pair.fixed))
             pairs[number] = pair = replace(pair, name="_to_".join(long))
         line, other = first.setdefault(pair.name, (row.line, pair))
-        if line != row.line and (unique or (pair.fixed, pair.moving) != (other.fixed, other.moving)):
+        same = (pair.fixed, pair.moving) == (other.fixed, other.moving)
+        if unique is not None and line != row.line and (unique or not same):
             both = f"lines {line} and {row.line}: both pairs are called {pair.name!r}"
             raise InputError(f"{path}, {both}; expected different names: add a column 'name'")
     return pairs
 
 
-def read_pairs(path: PathLike, *, unique: bool = False) -> list[Pair]:
+def read_pairs(path: PathLike, *, unique: bool | None = False) -> list[Pair]:
     """Read a table of pairs; see `read_table`.
 
     >>> pairs = read_pairs("pairs.csv")

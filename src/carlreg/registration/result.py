@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,18 @@ from carlreg.files.atomic import write_atomically
 from carlreg.files.checks import times
 from carlreg.files.choice import is_picture
 from carlreg.files.images import Image
-from carlreg.files.results import INVERSE, TRANSFORM, WARP, WARPED, WARPED_LABELS, WITHIN, Report, Request, ResultFolder
+from carlreg.files.results import (
+    INVERSE,
+    NAMES,
+    TRANSFORM,
+    WARP,
+    WARPED,
+    WARPED_LABELS,
+    WITHIN,
+    Report,
+    Request,
+    ResultFolder,
+)
 from carlreg.files.world_transform import WorldTransform
 from carlreg.geometry.grids import Interpolation
 from carlreg.model.loaded import NONE, LoadedModel
@@ -31,6 +42,8 @@ from carlreg.registration.options import RegisterOptions
 
 if TYPE_CHECKING:
     from carlreg.registration.viewing import Viewer
+
+Content = str | bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,37 +176,39 @@ class Registration:
 
     def save(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | ResultFolder,
         *,
         overwrite: bool = False,
         full_precision: bool = False,
         ants_warp: bool = False,
-        extra: Mapping[str, str | Callable[[], str]] | None = None,
+        extra: Mapping[str, Content | Callable[[], Content]] | None = None,
+        keep: Collection[str] = NAMES,
     ) -> Path:
         """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5` and `report.json`; `warped_seg.nii.gz` if there
         were labels; a warped picture, such as `warped.png`, if the moving image is one, in its format and colours; and
-        with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts, or functions that return
-        them, by the names of their files.
+        with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts or bytes, or functions that
+        return them, by the names of their files. Files that are not among `keep` are left out, except `report.json`.
 
         The transforms are rounded, to 0.01 mm and 0.01 voxels or less, so that they compress well, unless
         `full_precision`. All files appear together or not at all. Overwriting also removes files of the old result that
         the new one does not have; files with other names stay.
         """
-        result = ResultFolder(Path(folder))
+        result = folder if isinstance(folder, ResultFolder) else ResultFolder(Path(folder))
         within = 0.0 if full_precision else WITHIN * min(1, *self.fixed.spacing, *self.moving.spacing)
 
-        def write_text(text: str | Callable[[], str], path: Path) -> None:
-            write_atomically(path, (text() if callable(text) else text).encode())
+        def write_extra(given: Content | Callable[[], Content], path: Path) -> None:
+            content = given() if callable(given) else given
+            write_atomically(path, content.encode() if isinstance(content, str) else content)
 
-        pictures = {WARPED: self.warped, WARPED_LABELS: self.labels}
-        if is_picture(self.moving.name) and self.warped.dim == 2:
+        pictures = {name: one for name, one in ((WARPED, self.warped), (WARPED_LABELS, self.labels)) if name in keep}
+        maps = {name: one for name, one in ((TRANSFORM, self.transform), (INVERSE, self.inverse)) if name in keep}
+        if WARPED in keep and is_picture(self.moving.name) and self.warped.dim == 2:
             pictures[f"warped{Path(self.moving.name).suffix.lower()}"] = self.warped
         with result.replaced(overwrite=overwrite) as staged, ThreadPoolExecutor() as pool:
             work = [
                 *(pool.submit(images.write, one, staged[name]) for name, one in pictures.items() if one is not None),
-                pool.submit(transform_files.write, self.transform, staged[TRANSFORM], within=within),
-                pool.submit(transform_files.write, self.inverse, staged[INVERSE], within=within),
-                *(pool.submit(write_text, text, staged[name]) for name, text in (extra or {}).items()),
+                *(pool.submit(transform_files.write, one, staged[name], within=within) for name, one in maps.items()),
+                *(pool.submit(write_extra, content, staged[name]) for name, content in (extra or {}).items()),
             ]
             if ants_warp:
                 work.append(pool.submit(transform_files.write_warp, self.transform, self.fixed, staged[WARP]))
