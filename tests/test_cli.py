@@ -291,7 +291,14 @@ def test_pairs_share_a_model_and_do_not_stop_one_another(
     assert "absent.nii.gz does not exist" in err
     assert "2 pairs done, 0 were done already, 1 failed: two" in err
     assert len(loads) == 1
-    assert sorted(os.listdir(tmp_path)) == ["fixed_to_moving", "one", "summary.csv"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".rows",
+        "cohort.json",
+        "fixed_to_moving",
+        "index.html",
+        "one",
+        "summary.csv",
+    ]
     rows = {row["name"]: row for row in csv.DictReader((tmp_path / "summary.csv").open())}
     assert rows["one"]["dice_after"] == "1.0000"
     assert rows["two"]["status"] == "failed"

@@ -56,6 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sitk.WriteImage(image, str(folder / f"{name}.nii.gz"))
         sitk.WriteImage(sitk.Cast(image > 300, sitk.sitkUInt8), str(folder / f"{name}_seg.nii.gz"))
         (folder / f"{name}.csv").write_text(f"x,y,z\n{5 + number},6,7\n8,9,10\n")
+    sitk.WriteImage(sitk.Cast(scan(1, (4.0, -3.0, 2.0)) > 500, sitk.sitkUInt8), str(folder / "other_seg.nii.gz"))
     sitk.WriteTransform(sitk.TranslationTransform(3, (1.0, 0.0, 0.0)), str(folder / "guess.tfm"))
     return folder
 
@@ -403,8 +404,16 @@ CHANGES: dict[str, tuple[list[str], dict[str, str]]] = {
     "landmarks": ([], {"table": "name,fixed,moving,fixed_seg,moving_seg,fixed_landmarks,moving_landmarks\none,"
                                 "fixed.nii.gz,moving.nii.gz,fixed_seg.nii.gz,moving_seg.nii.gz,fixed.csv,moving.csv\n"}),
     "other labels": ([], {"table": "name,fixed,moving,fixed_seg,moving_seg\none,fixed.nii.gz,moving.nii.gz,"
-                                   "fixed_seg.nii.gz,third_seg.nii.gz\n"}),
+                                   "fixed_seg.nii.gz,other_seg.nii.gz\n"}),
 }  # fmt: skip
+
+
+SETTINGS = {
+    "another model": "model",
+    "another kind of transform": "transform",
+    "other iterations": "io_iterations",
+}
+"""Changes that are refused for the cohort as a whole, before anything is done."""
 
 
 @pytest.fixture(scope="module")
@@ -421,10 +430,12 @@ def test_a_pair_is_skipped_only_if_nothing_has_changed(
     before = (cohort / "one" / "report.json").read_bytes()
     options, other = CHANGES[change]
     capsys.readouterr()
-    code = carl(*batch(data, cohort, *options, **other))
-    assert rows(cohort)["one"]["status"] == "failed", f"{change}, and the old result was taken for the new one"
-    assert code == 1
-    assert "holds a registration with" in capsys.readouterr().err
+    assert carl(*batch(data, cohort, *options, **other)) == 1, f"{change}, and the old result was taken for the new one"
+    if setting := SETTINGS.get(change):
+        assert f"{cohort} holds a cohort with {setting}=" in capsys.readouterr().err
+    else:
+        assert rows(cohort)["one"]["status"] == "failed"
+        assert "holds a registration with" in capsys.readouterr().err
     assert (cohort / "one" / "report.json").read_bytes() == before
 
 

@@ -1,5 +1,6 @@
 """The public names and their modules, for type checkers and for `__init__.py`."""
 
+from carlreg.cohort.api import register_many as register_many
 from carlreg.fast.precision import mixed_precision as mixed_precision
 from carlreg.geometry.fitting import invert as invert
 from carlreg.geometry.transforms import Affine as Affine

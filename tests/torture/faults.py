@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from carlreg.cohort.folder import RESERVED
 from torture.bench import Outcome, carl, contents, expected, fingerprint, in_child, register, scene, workplace
 from torture.families import Family, generator
 
@@ -150,7 +151,7 @@ def wrong_cohort(folder: Path, finished: bool) -> str | None:
     summary = folder / "out" / "summary.csv"
     if finished and len(summary.read_text().splitlines()) != 3:
         return "summary.csv does not list both pairs"
-    if finished and (more := set(os.listdir(folder / "out")) - {"moving", "other", "summary.csv"}):
+    if finished and (more := set(os.listdir(folder / "out")) - {"moving", "other", *RESERVED}):
         return f"leftover files: {sorted(name for name in more)}"
     return None
 

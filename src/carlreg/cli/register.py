@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import functools
-import io
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carlreg.cli._options import command
-from carlreg.cli._shared import IMAGES, check_new, message, print_error, working
+from carlreg.cli._registering import MODEL, SPECIAL, summarise
+from carlreg.cli._shared import IMAGES, check_new, message, working
 from carlreg.cli._threads import Threads
-from carlreg.errors import ExistsError, InputError, OutputError, user_message
-from carlreg.files.atomic import refuse_result, write_atomically
-from carlreg.files.checksums import sha256
-from carlreg.files.results import PAGE, PICTURES, REPORT, WARP, Report, ResultFolder
+from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import (
     ADVANCED,
     LABELS,
@@ -28,38 +20,16 @@ from carlreg.registration.options import (
     QUALITY,
     PairInputs,
     RegisterOptions,
-    SimilarityChoice,
 )
 from carlreg.registration.options import (
     IMAGES as INPUTS,
 )
 
 if TYPE_CHECKING:
-    from carlreg.files.tables import Pair
     from carlreg.model.loaded import LoadedModel
 
 
-def _iterations(text: str) -> int | None:
-    """`auto`, `None` (which is 0 in other tools' scripts) or a number."""
-    named: dict[str, int | None] = {"auto": None, "none": 0}
-    if text.lower() in named:
-        return named[text.lower()]
-    if not text.isdecimal():
-        raise typer.BadParameter(
-            f"{text!r} is not a number of steps; expected 0 or more, auto, or None", param_hint="--io-iterations"
-        )
-    return int(text)
-
-
-def _numbers(text: str) -> int | str | tuple[int | str, ...]:
-    """A number or a word, or two of them, separated by a comma."""
-    parts = tuple(int(part) if part.isdecimal() else part for part in text.split(","))
-    return parts if len(parts) > 1 else parts[0]
-
-
 Some = Path | None
-SUMMARY = "summary.csv"
-Numbers = Annotated[str | None, typer.Option(parser=_numbers, metavar="N[,N]")]
 
 
 @dataclass(frozen=True)
@@ -119,12 +89,7 @@ class Outputs:
     sections=(INPUTS, QUALITY, LABELS, OUTPUT, ADVANCED),
     fixed=["-f"],
     moving=["-m"],
-    io_iterations=Annotated[int | None, typer.Option(parser=_iterations, metavar="STEPS", show_default="auto")],
-    io_sim=Annotated[SimilarityChoice, typer.Option()],
-    frame=Numbers,
-    channel=Numbers,
-    optimize=["--optimize", "--over"],
-    fit_source=["--fit-source", "--fit-to"],
+    **SPECIAL,
 )
 def register(
     *,
@@ -138,13 +103,7 @@ def register(
         "before from the same files, with the same model and options, are skipped.",
         INPUTS,
     ] = None,
-    model: Annotated[
-        str,
-        "A model from `carl models list`, or a model file. auto: the default model, after a search for a rotation "
-        "between the scans, which is undone first. none: no network; fields are optimised from an affine map, which is "
-        "searched for.",
-        QUALITY,
-    ] = "default",
+    model: MODEL = "default",
     options: RegisterOptions,
     threads: Threads = None,
 ) -> int:
@@ -191,8 +150,13 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
         show(description="writing", completed=0, total=None)
         if outputs.out is not None:
             extra = {PAGE: lambda: report.page(result)} if outputs.html else None
-            kept = {"ants_warp": outputs.ants_warp, "full_precision": outputs.full_precision}
-            result.save(outputs.out, overwrite=overwrite, extra=extra, **kept)
+            result.save(
+                outputs.out,
+                overwrite=overwrite,
+                extra=extra,
+                ants_warp=outputs.ants_warp,
+                full_precision=outputs.full_precision,
+            )
         if outputs.transform_out is not None:
             transform_files.write(result.transform, outputs.transform_out, overwrite=overwrite)
         if outputs.warped_moving_out is not None:
@@ -201,85 +165,19 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     if record.io_iterations and record.io_sim_reason:
         message(f"optimised {record.io_sim}: {record.io_sim_reason}")
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look.get("turned_back") else ""
-    message(f"{target}: {turned}{_summary(record.metrics)}{record.seconds['total']:.0f} s")
+    message(f"{target}: {turned}{summarise(record.metrics)}{record.seconds['total']:.0f} s")
     return record
 
 
-def _summary(metrics: Mapping[str, float]) -> str:
-    parts = {
-        "dice_after": "Dice {dice_before:.3f} before, {dice_after:.3f} after, ",
-        "tre_after_mm": "landmarks {tre_before_mm:.1f} mm apart before, {tre_after_mm:.1f} mm after, ",
-        "guide_after_mm": "guide points {guide_before_mm:.1f} mm apart before, {guide_after_mm:.1f} mm after, ",
-        "folds_percent": "{folds_percent:.3f} % folds, ",
-    }
-    return "".join(text.format(**metrics) for name, text in parts.items() if name in metrics)
-
-
-# ---- many pairs -----------------------------------------------------------------------------------------------------
-
-
 def _many(table: Path, out: Path, outputs: Outputs, model: str, options: RegisterOptions) -> int:
-    """Register every pair of the table into a folder of its own, and write `summary.csv` after each.
-
-    A pair is skipped if its folder holds the complete result of the same inputs, model and options, with all files. A
-    folder with another result is registered again with --overwrite, and otherwise an error. An error fails its own pair
-    only; the exit code is 1 if there was any.
-    """
+    """`carl cohort`, in which pairs whose files cannot be used fail, but do not keep the others from being done."""
+    from carlreg.cli.cohort import run_cohort
+    from carlreg.cohort.options import USUAL, CohortOptions, kept
     from carlreg.files.tables import read_pairs
 
-    pairs = read_pairs(table, unique=True)  # all of them, before anything heavy begins
-    from carlreg.model.loaded import load_model
-
-    loaded, checksum = load_model(model, options.device), functools.cache(sha256)  # many pairs share an image
-    if str(pairs[0].fixed).lower().endswith(PICTURES):
-        loaded = loaded.for_dimension(2)
-    refuse_result(out, SUMMARY, overwrite=True)
-    out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, str]] = []
-    for number, pair in enumerate(pairs, 1):
-        message(f"pair {number} of {len(pairs)}: {pair.name}")
-        try:
-            status, report = _one_of_many(pair, replace(outputs, out=out / pair.name), loaded, options, checksum)
-            numbers = {**report.metrics, "seconds": report.seconds.get("total", 0)}
-            row = {"status": status, **{name: f"{value:.4f}" for name, value in numbers.items()}}
-        except Exception as error:
-            print_error(error, pair.name)
-            row = {"status": "failed", "error": user_message(error) or repr(error)}
-        rows.append({"name": pair.name, **row})
-        with suppress(OutputError):
-            _write_summary(rows, out / SUMMARY)
-    _write_summary(rows, out / SUMMARY)
-    count = Counter(row["status"] for row in rows)
-    failed = ", ".join(row["name"] for row in rows if row["status"] == "failed")
-    counts = f"{count['done']} pairs done, {count['was done']} were done already"
-    message(f"{counts}, {count['failed']} failed: {failed}" if failed else counts, always=bool(failed))
-    return 1 if failed else 0
-
-
-def _one_of_many(
-    pair: Pair, outputs: Outputs, model: LoadedModel, options: RegisterOptions, checksum: Callable[[str], str]
-) -> tuple[str, Report]:
-    """Register a pair, unless that was done already."""
-    from carlreg.registration.result import make_request
-
-    if pair.name.lower() == SUMMARY:
-        raise InputError(f"invalid name {pair.name!r}: the summary of all pairs has this name; choose another one")
-    assert outputs.out is not None
-    folder = ResultFolder(outputs.out)
-    folder.check_free(overwrite=True)
-    if not folder[REPORT].is_file() or outputs.overwrite:
-        return "done", _one(PairInputs(**pair.files()), outputs, model, options)
-    checksums = {name: checksum(path) for name, path in pair.files().items()}
-    request, more = make_request(model, options, checksums), [WARP] if outputs.ants_warp else []
-    if different := folder.differences(request, *more, full_precision=outputs.full_precision):
-        held = f"{folder.path} holds a registration with {', '.join(different)}"
-        raise ExistsError(f"{held}; choose another name, or give --overwrite")
-    return "was done", folder.read_report()
-
-
-def _write_summary(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
+    chosen = {"report": outputs.html, "warp": outputs.ants_warp}
+    words = [word for word in (*USUAL.split(","), "warp") if chosen.get(word, True)]
+    names, precise = outputs.label_names, outputs.full_precision
+    how = CohortOptions(keep=kept(words), full_precision=precise, label_names=names)
+    pairs = read_pairs(table, unique=True)
+    return run_cohort(pairs, out, model, options, how, overwrite=outputs.overwrite, bad="fail")

@@ -1,0 +1,116 @@
+"""The work of a cohort: register a pair into its folder, unless that was done already."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from carlreg.cohort.rows import Row, Status
+from carlreg.cohort.work import Slot
+from carlreg.errors import OVERWRITE, ExistsError
+from carlreg.files.checksums import sha256
+from carlreg.files.results import FILES, PAGE, PICTURES, REPORT, THUMBNAIL, WARP, WARPED_LABELS, Report, ResultFolder
+from carlreg.files.tables import Pair
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.registration.api import Model, register_pair
+from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.result import make_request
+from carlreg.show import report
+from carlreg.show.thumbnail import thumbnail
+
+
+@dataclass(frozen=True)
+class RegisterPairs:
+    """Register pairs with one model and one set of options, each into its folder in `out`."""
+
+    out: Path
+    model: Model
+    options: RegisterOptions
+    keep: frozenset[str]
+    """The names of the files to write, beside `report.json` and the thumbnail."""
+    full_precision: bool = False
+    label_names: Mapping[int, str] = field(default_factory=dict)
+    overwrite: bool = False
+    overwritten: bool = False
+    """Replace results with another model or other options: they are of before the cohort was overwritten."""
+
+    def open(self, slot: Slot) -> Callable[[Pair], Row]:
+        """Load the model; with several workers, on this worker's GPU."""
+        device = self.options.device
+        if slot.count > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+            device = f"cuda:{slot.number % torch.cuda.device_count()}"
+            torch.cuda.set_device(device)
+        return _Worker(self, replace(self.options, device=device)).register
+
+    def folder(self, pair: Pair) -> ResultFolder:
+        return ResultFolder(self.out / pair.name)
+
+    def row(self, pair: Pair, status: Status, made: Report) -> Row:
+        folder = self.folder(pair)
+        held = [name for name in (PAGE, REPORT, THUMBNAIL) if folder[name].is_file()]
+        paths = {name: folder[name].relative_to(self.out).as_posix() for name in held}
+        page, picture = paths.get(PAGE) or paths.get(REPORT, ""), paths.get(THUMBNAIL, "")
+        return Row.of(pair.name, status, made, page=page, thumbnail=picture)
+
+
+class _Worker:
+    """A worker that has loaded the model."""
+
+    def __init__(self, work: RegisterPairs, options: RegisterOptions) -> None:
+        self._work, self._options = work, options
+        self._loaded = load_model(work.model, options.device)
+        self._checksum = functools.cache(sha256)  # many pairs share an image
+        self._for_pictures: LoadedModel | None = None
+
+    def register(self, pair: Pair) -> Row:
+        work, folder = self._work, self._work.folder(pair)
+        folder.check_free(overwrite=True)
+        replaced = work.overwrite
+        if folder[REPORT].is_file() and not work.overwrite:
+            if not (different := self._differences(pair, folder)):
+                return work.row(pair, "was done", folder.read_report())
+            replaced = work.overwritten and self._is_older(pair, folder)
+            if not replaced:
+                held = f"{folder.path} holds a registration with {', '.join(different)}"
+                raise ExistsError(f"{held}; choose another name, or {OVERWRITE}")
+        result = register_pair(PairInputs(**pair.files()), self._model(pair), self._options)
+        result = replace(result, record=replace(result.record, label_names=work.label_names))
+        extra = {THUMBNAIL: functools.partial(thumbnail, result)} | (
+            {PAGE: functools.partial(report.page, result)} if PAGE in work.keep else {}
+        )
+        result.save(
+            folder,
+            overwrite=replaced,
+            full_precision=work.full_precision,
+            ants_warp=WARP in work.keep,
+            extra=extra,
+            keep=work.keep,
+        )
+        return work.row(pair, "done", result.record)
+
+    def _model(self, pair: Pair) -> LoadedModel:
+        """The model; for pictures that of 2-D images, if no other one was chosen."""
+        if not str(pair.fixed).lower().endswith(PICTURES):
+            return self._loaded
+        if self._for_pictures is None:
+            self._for_pictures = self._loaded.for_dimension(2)
+        return self._for_pictures
+
+    def _differences(self, pair: Pair, folder: ResultFolder) -> list[str]:
+        checksums = {name: self._checksum(path) for name, path in pair.files().items()}
+        request = make_request(self._model(pair), self._options, checksums)
+        work = self._work
+        files = [name for name in (*FILES, WARP) if name in work.keep or name == REPORT]
+        if pair.moving_seg is not None and WARPED_LABELS in work.keep:
+            files.append(WARPED_LABELS)
+        return folder.differences(request, full_precision=work.full_precision, files=files)
+
+    def _is_older(self, pair: Pair, folder: ResultFolder) -> bool:
+        """Whether a result differs by its model or its options."""
+        asked = make_request(self._model(pair), self._options, {})
+        held = folder.read_report().request
+        return held is None or (held.model, dict(held.options)) != (asked.model, dict(asked.options))

@@ -1,0 +1,107 @@
+"""The pairs of a cohort: from a table, or from the images of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from carlreg.errors import InputError
+from carlreg.files.results import PICTURES
+from carlreg.files.tables import Pair, read_pairs, stem
+
+VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
+ENDINGS = (*VOLUMES, *PICTURES)
+LABELS, MASKS = ("_labels", "_seg", "_dseg"), ("_mask",)
+"""Ends of the names of label maps and masks beside an image, without their extensions."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An image, and the labels and the mask that belong to it."""
+
+    name: str
+    image: Path
+    labels: Path | None = None
+    mask: Path | None = None
+
+    @classmethod
+    def beside(cls, image: Path, files: Mapping[str, Path]) -> Subject:
+        """An image with the labels and the mask among files by their stems, which are those of the image and an end."""
+        labels, mask = (next((files[one] for end in ends if (one := stem(image) + end) in files), None)
+                        for ends in (LABELS, MASKS))  # fmt: skip
+        return cls(stem(image), image, labels, mask)
+
+
+def find_pairs(
+    source: Path,
+    *,
+    fixed: Path | None = None,
+    fixed_seg: Path | None = None,
+    fixed_mask: Path | None = None,
+    all_pairs: bool = False,
+    unique: bool | None = None,
+) -> list[Pair]:
+    """The pairs of a table; of every image of a folder with one `fixed` image; or all ordered pairs of a folder.
+
+    Labels and masks are found by their names: `a_labels.nii.gz` (or `_seg`, `_dseg`) and `a_mask.nii.gz` beside
+    `a.nii.gz`. Whether the files exist is not checked. `unique` is that of `files.tables.read_pairs`.
+
+    >>> find_pairs(Path("scans"), fixed=Path("template.nii.gz"))
+    """
+    if not source.is_dir():
+        if fixed is not None or all_pairs:
+            option = "all pairs were" if all_pairs else "a fixed image was"
+            raise InputError(f"{option} asked for, but {source} is not a folder; expected a folder of images")
+        return read_pairs(source, unique=unique)
+    if (fixed is None) != all_pairs:
+        given = "a fixed image and all pairs were asked for" if all_pairs else f"{source} is a folder"
+        raise InputError(f"{given}; expected either --fixed IMAGE, to register every image to it, or --all-pairs")
+    subjects = read_folder(source)
+    if fixed is None:
+        return between(subjects)
+    return against(read_fixed(fixed, fixed_seg, fixed_mask), subjects)
+
+
+def read_folder(folder: Path) -> list[Subject]:
+    """The images of a folder in order, each with its labels and its mask."""
+    files = _images_of(folder)
+    images = [path for name, path in files.items() if not name.endswith((*LABELS, *MASKS))]
+    if not images:
+        raise InputError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}")
+    return [Subject.beside(path, files) for path in images]
+
+
+def read_fixed(image: Path, labels: Path | None = None, mask: Path | None = None) -> Subject:
+    """The fixed image of a cohort, with the labels and the mask beside it unless they are given."""
+    found = Subject.beside(image, _images_of(image.parent) if image.parent.is_dir() else {})
+    return replace(found, labels=labels or found.labels, mask=mask or found.mask)
+
+
+def against(fixed: Subject, subjects: Iterable[Subject]) -> list[Pair]:
+    """A pair of the fixed image with each other image."""
+    return [_pair(fixed, one) for one in subjects if one.image.resolve() != fixed.image.resolve()]
+
+
+def between(subjects: list[Subject]) -> list[Pair]:
+    """All ordered pairs of different images."""
+    return [_pair(fixed, moving) for fixed in subjects for moving in subjects if fixed is not moving]
+
+
+def _pair(fixed: Subject, moving: Subject) -> Pair:
+    scored = moving.labels is not None  # labels of the fixed image alone have nothing to be compared with
+    return Pair(
+        f"{moving.name}_to_{fixed.name}",
+        fixed.image,
+        moving.image,
+        fixed_seg=fixed.labels if scored else None,
+        moving_seg=moving.labels,
+        fixed_mask=fixed.mask,
+        moving_mask=moving.mask,
+    )
+
+
+def _images_of(folder: Path) -> dict[str, Path]:
+    """The image files of a folder by their stems, in order."""
+    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    return {stem(path): path for path in visible if path.name.lower().endswith(ENDINGS) and path.is_file()}
