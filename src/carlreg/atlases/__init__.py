@@ -1,0 +1,1 @@
+"""Templates of many scans, and labels for a scan from labelled atlases."""
