@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +34,7 @@ from carlreg.registration.progress import Progress
 from carlreg.registration.record import describe_inputs, describe_options, describe_search, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.solve import check_without_network, solve
+from carlreg.registration.solve import Solution, check_without_network, solve
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
@@ -153,38 +153,21 @@ def register_pair(
 ) -> Registration:
     """`register`, with its arguments in two values. `advance(share)` is called while the network runs on a CPU."""
     device, work = choose_device(options.device), Progress(progress, advance)
-    work.begin("reading")
-    loaded = load_model(model, device)
-    check_without_network(loaded, options)
-    if inputs.is_guided:
-        options.check_guided()
-    case = Case.read(inputs, options)
-    loaded = loaded.for_dimension(case.fixed.dim)
-    start: PointMap = (lambda points: points) if case.initial is None else case.initial
-    rotation = None
-    if loaded.searches_rotation:
-        work.begin("look", "searching for a rotation")
-        rotation, case = _rotated_back(case, loaded, device)
-    pair = case.prepare(loaded, device)
-    work.warn(*case.warnings(), *pair.warnings)
-
-    solution = solve(loaded, pair, options, case.fixed, work, callback, case.guide_on(pair))
-    world = solution.transform
-    if case.initial is not None:
-        world = world_transform.compose(case.initial, world, case.fixed)
+    found = align_pair(inputs, model, options, work, callback)
+    loaded, case, pair, solution, world = found.model, found.case, found.pair, found.solution, found.transform
     inverse, metrics = _invert(world, case)
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
     spread = _spread(loaded.network, pair, work) if options.certainty else None
     work.begin("scores")
     labels = None if case.moving_seg is None else world_transform.apply(world, case.moving_seg, case.fixed, "nearest")
-    scores, dice = score(case, start, world)
+    scores, dice = score(case, found.before, world)
     metrics |= scores
     work.warn(*metric_warnings(metrics))
     records = describe_inputs(inputs, case, pair)
     record = Report(
         model=loaded.provenance,
-        look=describe_search(rotation or solution.search),
+        look=describe_search(found.rotation or solution.search),
         device=str(device),
         **describe_options(options, solution),
         grid=list(pair.fixed.tensor.shape[2:]),
@@ -199,6 +182,51 @@ def register_pair(
     )
     given = {"fixed_labels": case.fixed_seg, "moving_labels": case.moving_seg}
     return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread, **given)
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Two scans as they were read, and the map between them."""
+
+    model: LoadedModel
+    case: Case
+    pair: PreparedPair
+    solution: Solution
+    rotation: RigidMatch | None
+    before: PointMap
+    """The map that was given, or the identity."""
+    transform: WorldTransform
+    """From points of the fixed scan to points of the moving one."""
+
+
+def align_pair(
+    inputs: PairInputs,
+    model: Model,
+    options: RegisterOptions,
+    work: Progress,
+    callback: Callable[[int, Loss], None] | None = None,
+) -> Alignment:
+    """The part of `register_pair` that finds the map, without its inverse and its scores."""
+    device = choose_device(options.device)
+    work.begin("reading")
+    loaded = load_model(model, device)
+    check_without_network(loaded, options)
+    if inputs.is_guided:
+        options.check_guided()
+    case = Case.read(inputs, options)
+    loaded = loaded.for_dimension(case.fixed.dim)
+    before: PointMap = (lambda points: points) if case.initial is None else case.initial
+    rotation = None
+    if loaded.searches_rotation:
+        work.begin("look", "searching for a rotation")
+        rotation, case = _rotated_back(case, loaded, device)
+    pair = case.prepare(loaded, device)
+    work.warn(*case.warnings(), *pair.warnings)
+    solution = solve(loaded, pair, options, case.fixed, work, callback, case.guide_on(pair))
+    world = solution.transform
+    if case.initial is not None:
+        world = world_transform.compose(case.initial, world, case.fixed)
+    return Alignment(loaded, case, pair, solution, rotation, before, world)
 
 
 def _rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tuple[RigidMatch, Case]:
