@@ -76,7 +76,7 @@ def test_joint_fusion_against_a_loop_over_voxels(shape: tuple[int, ...], search:
         errors, voters = [], []
         for image, own in zip(wide[1:], wide_labels, strict=True):
             moved = [tuple(np.add(at, shift)) for shift in shifts]
-            found = max(moved, key=lambda one: float(reference_patch(image, one, 1) @ mine))  # noqa: B023
+            found = max(moved, key=lambda one: float(reference_patch(image, one, 1) @ mine))
             errors.append(np.abs(reference_patch(image, found, 1) - mine))
             voters.append(int(own[found]))
         matrix = (np.array(errors) @ np.array(errors).T / len(mine)) ** settings.beta

@@ -1,5 +1,9 @@
 """The public names and their modules, for type checkers and for `__init__.py`."""
 
+from carlreg.atlases.segment import Segmentation as Segmentation
+from carlreg.atlases.segment import segment as segment
+from carlreg.atlases.template import Template as Template
+from carlreg.atlases.template import template as template
 from carlreg.cohort.api import register_many as register_many
 from carlreg.fast.precision import mixed_precision as mixed_precision
 from carlreg.geometry.fitting import invert as invert

@@ -17,17 +17,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg.atlases.options import Fusion
 from carlreg.errors import InputError
 from carlreg.geometry.grids import along_axes
 from carlreg.objective.losses import local_correlation
 
-Fusion = Literal["majority", "local", "joint"]
 FLAT = 1e-4
 """Patches with a variance below this, of intensities from 0 to 1, are mostly noise."""
 CHUNK = {"cpu": 2**22, "cuda": 2**27}
@@ -50,6 +50,9 @@ class FusionSettings:
     """Added to the diagonal of M, so that equal atlases have equal weights."""
     beta: float = 2.0
     """Common differences of intensity are raised to this power to become common errors of labels."""
+
+
+DEFAULT = FusionSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +79,7 @@ class Fused:
 
 @torch.no_grad()
 def fuse(
-    scan: Tensor, images: Tensor, labels: Tensor, method: Fusion = "joint", settings: FusionSettings = FusionSettings()
+    scan: Tensor, images: Tensor, labels: Tensor, method: Fusion = "joint", settings: FusionSettings = DEFAULT
 ) -> Fused:
     """Fuse the labels (M, *shape) of atlases whose images (M, *shape) are warped onto a scan (*shape), of one scale of
     intensities, about 0 to 1.
@@ -147,9 +150,7 @@ def _count(scan: Tensor, numbers: int) -> int:
 # ---- joint label fusion ---------------------------------------------------------------------------------------------
 
 
-def _joint_voters(
-    scan: Tensor, images: Tensor, labels: Tensor, points: Tensor, settings: FusionSettings
-) -> Voters:
+def _joint_voters(scan: Tensor, images: Tensor, labels: Tensor, points: Tensor, settings: FusionSettings) -> Voters:
     """Everything in the box around the voxels, with a margin for patches and search."""
     reach = settings.patch + settings.search
     low, high = points.amin(dim=0), points.amax(dim=0) + 1

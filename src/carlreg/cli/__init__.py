@@ -21,6 +21,7 @@ from carlreg.cli import models
 from carlreg.cli._options import Command
 from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli._threads import respect_machine
+from carlreg.cli.atlases import atlas, segment, template
 from carlreg.cli.cohort import cohort
 from carlreg.cli.demo import demo
 from carlreg.cli.evaluate import evaluate
@@ -44,7 +45,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (register, cohort, warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train):
+many = (cohort, template, segment, atlas)
+alone = (warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train)
+for function in (register, *many, *alone):
     app.command(cls=Command)(function)
 group = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
 for name, function in models.COMMANDS.items():

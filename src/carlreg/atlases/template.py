@@ -1,0 +1,386 @@
+"""`carl template`: the average shape and image of a group of scans.
+
+The scans are centred and averaged; then they are registered to their average again and again, the first time by affine
+maps. Each time, the average moves to the mean of the shapes (see `average`), so that it is biased towards no scan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import carlreg
+from carlreg.atlases import average
+from carlreg.atlases.average import Average, Subject
+from carlreg.atlases.inputs import list_scans, read_each, read_scan
+from carlreg.atlases.options import TemplateOptions
+from carlreg.atlases.work import Task, check_workers, register_each, source_of
+from carlreg.errors import ExistsError, InputError
+from carlreg.fast.devices import choose_device
+from carlreg.files import images, world_transform
+from carlreg.files.atomic import PathLike, only_writer, write_atomically, write_together
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image, as_image
+from carlreg.files.results import InputRecord, Report, Request
+from carlreg.files.world_transform import WorldTransform
+from carlreg.model.loaded import load_model
+from carlreg.registration.api import Model
+from carlreg.registration.options import PairInputs
+from carlreg.registration.result import Registration
+
+logger = logging.getLogger(__name__)
+
+IMAGE, PAGE, RECORD, JOURNAL = "template.nii.gz", "template.html", "template.json", "iterations.json"
+SUBJECTS, ITERATIONS, WORK = "subjects", "iterations", "work"
+NAMES = (IMAGE, PAGE, RECORD)
+Kind = Literal["centred", "affine", "deformable"]
+LARGEST_MEAN = 0.1
+"""The mean displacement of a template's maps should have at most this RMS length, in mm."""
+SHRINKAGE = 0.02
+"""Averages of scans that are rotated against each other shrink; more than this is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """How an average came about."""
+
+    kind: str
+    """ "centred", "affine" or "deformable"."""
+    moved_mm: float
+    """RMS of the mean displacement of the registrations, in the foreground: how far the average moved."""
+    residual_mm: float
+    """The same of the maps of the average after it moved."""
+    spread: float
+    """Standard deviation of the scans' intensities in the foreground, relative to the mean intensity."""
+    sharpness: float
+    """Mean gradient magnitude of the average in its foreground, per mm, before it is sharpened."""
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """An average of scans. `transforms` take its points to those of each scan."""
+
+    image: Image
+    mean: Image
+    """The average before it was sharpened."""
+    subjects: tuple[Subject, ...]
+    transforms: tuple[WorldTransform, ...]
+    iterations: tuple[Iteration, ...]
+    record: Mapping[str, Any]
+    """How it was made, as in `template.json`."""
+
+    @property
+    def residual_mm(self) -> float:
+        """RMS of the mean displacement of the transforms in the foreground."""
+        return self.iterations[-1].residual_mm
+
+    def registration(self, number: int) -> Registration:
+        """A scan registered to the template."""
+        subject, transform = self.subjects[number], self.transforms[number]
+        inverse, residual = world_transform.invert(transform, subject.image)
+        missed = residual[np.isfinite(residual)]
+        folds = world_transform.folds_percent(world_transform.jacobian_determinant(transform, self.image))
+        length = np.linalg.norm(_shift(transform), axis=-1)[average.foreground(self.image).numpy()]
+        metrics = {
+            "folds_percent": folds,
+            "inverse_error_mm": float(missed.mean()) if missed.size else math.nan,
+            "displacement_mm": float(length.mean()),
+        }
+        path = self.record["scans"][subject.name]
+        inputs = {"moving": InputRecord(**path), "fixed": InputRecord(given_as="template")}
+        record = Report(
+            model=self.record["model"],
+            device=self.record["device"],
+            transform="deformable",
+            inputs=inputs,
+            metrics=metrics,
+            request=Request(None, {}, {"moving": path.get("sha256"), "fixed": None}),
+        )
+        warped = world_transform.apply(transform, subject.image, self.image)
+        return Registration(transform, inverse, warped, self.image, subject.image, record)
+
+    def save(self, folder: PathLike, *, overwrite: bool = False, progress: Callable[[str], None] | None = None) -> Path:
+        """Write `template.nii.gz`, `template.html`, `template.json`, and for each scan a folder `subjects/NAME` with
+        transforms both ways, as `carl register` writes them with the template as the fixed image."""
+        from carlreg.atlases.page import page
+
+        target = Path(folder)
+        if (target / RECORD).exists() and not overwrite:
+            raise ExistsError(f"{target} already holds {RECORD}; choose another folder, or allow overwriting")
+        rows = []
+        for number, subject in enumerate(self.subjects):
+            if progress is not None:
+                progress(f"writing {subject.name}")
+            found = self.registration(number)
+            found.save(target / SUBJECTS / subject.name, overwrite=True)
+            rows.append({"name": subject.name, **found.metrics})
+        record = {**self.record, "iterations": [asdict(row) for row in self.iterations], "subjects": rows}
+        with write_together(target, NAMES, last=RECORD, overwrite=overwrite) as staging:
+            images.write(self.image, staging / IMAGE)
+            write_atomically(staging / PAGE, page(self.image, self.iterations, rows, record).encode())
+            write_atomically(staging / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+        return target
+
+
+def _shift(transform: WorldTransform) -> np.ndarray[Any, Any]:
+    """T(x) − x at the points of the lattice of u, without the part that is common to all: scans may lie anywhere."""
+    grid = Image(np.zeros(transform.displacement.shape[:-1], np.uint8), transform.lattice)
+    field = np.empty(transform.displacement.shape, np.float32)
+    for box, part in world_transform.displacements(transform, grid):
+        field[box] = part
+    return np.asarray(field - field.reshape(-1, grid.dim).mean(axis=0))
+
+
+def template(
+    scans: Iterable[Any] | Mapping[str, Any],
+    *,
+    out: PathLike | None = None,
+    model: Model = "default",
+    initial: Any = None,
+    workers: int = 1,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[str], None] | None = None,
+    callback: Callable[[Iteration, Image], None] | None = None,
+    **options: Any,
+) -> Template:
+    """Average the shapes and intensities of scans: paths, folders, anything that `register` accepts, or a mapping from
+    names to those. `options` are the fields of `TemplateOptions`.
+
+    With `out`, the result is saved there. If it is stopped, the same call goes on where it was; more `iterations` go on
+    from what is there. `initial` is an image to start from instead of the average of the centred scans. `workers` are
+    processes that register at the same time. `skip_bad` leaves out scans that cannot be used. `callback` is called with
+    every average, before it is sharpened.
+
+    >>> result = template(["a.nii.gz", "b.nii.gz", "c.nii.gz"], out="average")
+    """
+    settings = TemplateOptions(**options)
+    check_workers(workers)
+    listed = list_scans(scans)
+    read = read_each(
+        listed, read_scan, what="scans", least=2, skip_bad=skip_bad, skipped=lambda text: logger.warning("%s", text)
+    )
+    dims = {image.dim for _, image in read}
+    if len(dims) > 1:
+        raise InputError("some scans are 2-D and others 3-D; expected the same")
+    device = choose_device(settings.device)
+    loaded = load_model(model, device).for_dimension(dims.pop())
+    ct = average.all_ct([image for _, image in read])
+    subjects = [average.make_subject(name, image, ct) for name, image in read]
+    start = None if initial is None else as_image(initial, "initial")
+    sources = dict(listed)
+    record = {
+        "versions": {"carlreg": carlreg.__version__, "torch": torch.__version__},
+        "model": loaded.provenance,
+        "device": str(device),
+        "options": settings.pinned(),
+        "initial": None if initial is None else _describe(initial, start)["sha256"],
+        "scans": {one.name: _describe(sources[one.name], one.image) for one in subjects},
+    }
+    used = loaded if workers == 1 else model  # each process loads its own
+    builder = _Builder(
+        tuple(subjects), sources, used, settings, start, record, workers, progress or (lambda _: None), callback
+    )
+    if out is None:
+        return builder.run(None)
+    folder = Path(out)
+    busy = ExistsError(f"another process builds a template in {folder}; wait for it, or choose another folder")
+    with only_writer(folder / ITERATIONS, busy):  # `write_together` locks the folder itself
+        return builder.run(_Journal.open(folder, record, overwrite))
+
+
+def _describe(source: Any, image: Image | None) -> dict[str, Any]:
+    """A scan by its file, or by its voxels."""
+    import hashlib
+
+    if isinstance(source, (str, os.PathLike)):
+        return {"path": str(Path(source).absolute()), "sha256": sha256(source)}
+    assert image is not None
+    return {"given_as": type(source).__name__, "sha256": hashlib.sha256(image.data.tobytes()).hexdigest()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Builder:
+    subjects: tuple[Subject, ...]
+    sources: Mapping[str, Any]
+    model: Model
+    options: TemplateOptions
+    start: Image | None
+    record: Mapping[str, Any]
+    workers: int
+    progress: Callable[[str], None]
+    callback: Callable[[Iteration, Image], None] | None
+
+    def run(self, journal: _Journal | None) -> Template:
+        """Build the template; with a journal, from where it ends."""
+        rows = [] if journal is None else list(journal.rows)
+        kinds: list[Kind] = ["centred", "affine", *["deformable"] * self.options.iterations]  # type: ignore[list-item]
+        if journal is not None and len(rows) >= len(kinds):
+            raise ExistsError(f"{journal.folder} already holds this template; choose another folder, or overwrite it")
+        grid = average.common_grid(self.subjects, self.options.spacing)
+        target = journal.read(len(rows) - 1) if rows and journal is not None else None
+        result: Average | None = None
+        for number, kind in list(enumerate(kinds))[len(rows) :]:
+            started = time.perf_counter()
+            last = number == len(kinds) - 1
+            if kind == "centred":
+                transforms: Sequence[WorldTransform] = average.centring(self.subjects)
+            else:
+                assert target is not None
+                transforms = self._register(target, kind, number, journal)
+            self.progress(f"averaging, {kind} {number}")
+            result = average.average(self.subjects, transforms, grid, choose_device(self.options.device))
+            if kind == "affine":
+                _warn_of_rotations(transforms)
+            target = average.sharpen(result.image, self.options.sharpen)
+            if kind == "centred" and self.start is not None:
+                target = self._placed(grid)
+            rows.append(_row(kind, result, time.perf_counter() - started))
+            if self.callback is not None:
+                self.callback(rows[-1], result.image)
+            if journal is not None and not last:
+                journal.add(rows, target)
+        assert result is not None
+        assert target is not None
+        if result.residual_mm > LARGEST_MEAN:
+            logger.warning("the mean displacement is %.2f mm; expected at most %g", result.residual_mm, LARGEST_MEAN)
+        built = Template(target, result.image, self.subjects, result.transforms, tuple(rows), self.record)
+        if journal is not None:
+            built.save(journal.folder, overwrite=True, progress=self.progress)
+            journal.add(rows, target)
+        return built
+
+    def _placed(self, grid: Image) -> Image:
+        """The image to start from, on the grid of the template, centred as the scans are."""
+        assert self.start is not None
+        centre = average.make_subject("initial", self.start, self.subjects[0].window is None)
+        (to_start,) = average.centring([centre])  # the identity, whose shift is set here
+        matrix = to_start.affine.copy()
+        matrix[:-1, -1] = centre.centre - np.mean([one.centre for one in self.subjects], axis=0)
+        placed = world_transform.apply(WorldTransform.linear(matrix), self.start, grid)
+        return replace(placed, data=placed.data.astype(np.float32))
+
+    def _register(
+        self, target: Image, kind: Literal["affine", "deformable"], number: int, journal: _Journal | None
+    ) -> list[WorldTransform]:
+        """Maps from the average to every scan."""
+        fixed: Any = target if journal is None else journal.path(number - 1)
+        work = None if journal is None else journal.work(number)
+        tasks = [
+            Task(
+                one.name,
+                PairInputs(fixed=fixed, moving=source_of(one.image, self.sources[one.name])),
+                None if work is None else work / one.name,
+            )
+            for one in self.subjects
+        ]
+        found: dict[str, WorldTransform] = {}
+        options = self.options.register_options(kind)
+        self.progress(f"registering, {kind} {number}, 0 of {len(tasks)}")
+        for one in register_each(tasks, self.model, options, "transform", self.workers):
+            assert one.transform is not None
+            found[one.name] = one.transform
+            self.progress(f"registering, {kind} {number}, {len(found)} of {len(tasks)}")
+        return [found[one.name] for one in self.subjects]
+
+
+def _row(kind: str, result: Average, seconds: float) -> Iteration:
+    sharp = round(average.sharpness(result.image), 6)
+    moved, residual, spread = (round(value, 6) for value in (result.moved_mm, result.residual_mm, result.spread))
+    return Iteration(kind, moved, residual, spread, sharp, round(seconds, 2))
+
+
+def _warn_of_rotations(transforms: Sequence[WorldTransform]) -> None:
+    """The mean of rotations is smaller than a rotation."""
+    rotations = []
+    for one in transforms:
+        left, _, right = np.linalg.svd(one.affine[:-1, :-1])
+        rotations.append(left @ right)
+    shrinkage = 1 - float(np.linalg.svd(np.mean(rotations, axis=0))[1].min())
+    if shrinkage > SHRINKAGE:
+        text = "the scans are rotated against each other, which shrinks their average by up to %.0f %%; turn them first"
+        logger.warning(text, 100 * shrinkage)
+
+
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Journal:
+    """What is done already, in the folder of a template."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    rows: tuple[Iteration, ...]
+
+    @classmethod
+    def open(cls, folder: Path, record: Mapping[str, Any], overwrite: bool) -> _Journal:
+        """The iterations in a folder, if they are of the same scans, model and options; otherwise an error."""
+        path = folder / JOURNAL
+        if overwrite or not path.is_file():
+            if (folder / RECORD).exists() and not overwrite:
+                raise ExistsError(f"{folder} already holds {RECORD}; choose another folder, or allow overwriting")
+            shutil.rmtree(folder / WORK, ignore_errors=True)
+            for old in (folder / ITERATIONS).glob("*.nii.gz"):
+                old.unlink()
+            path.unlink(missing_ok=True)
+            return cls(folder, record, ())
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+            rows = tuple(Iteration(**row) for row in old["rows"])
+            different = _differences(old["record"], record)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{path} is damaged ({error}); overwrite it, or choose another folder") from error
+        if different:
+            held = f"{folder} holds a template with {', '.join(different)}"
+            raise ExistsError(f"{held}; choose another folder, or allow overwriting")
+        return cls(folder, record, rows)
+
+    def path(self, number: int) -> Path:
+        return self.folder / ITERATIONS / f"{number:02d}.nii.gz"
+
+    def work(self, number: int) -> Path:
+        return self.folder / WORK / f"{number:02d}"
+
+    def read(self, number: int) -> Image:
+        return images.read(self.path(number))
+
+    def add(self, rows: Sequence[Iteration], target: Image) -> None:
+        """Keep an average; its registrations are not needed any more."""
+        number = len(rows) - 1
+        self.path(0).parent.mkdir(parents=True, exist_ok=True)
+        images.write(target, self.path(number), overwrite=True)
+        content = {"record": self.record, "rows": [asdict(row) for row in rows]}
+        write_atomically(self.folder / JOURNAL, (json.dumps(content, indent=2) + "\n").encode())
+        shutil.rmtree(self.work(number), ignore_errors=True)
+        if not any((self.folder / WORK).glob("*")):
+            shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two records, in words."""
+    different = [] if old["model"].get("sha256") == new["model"].get("sha256") else ["another model"]
+    before, after = ({name: one["sha256"] for name, one in record["scans"].items()} for record in (old, new))
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            article = "no" if name not in before else "a" if name not in after else "another"
+            different.append(f"{article} scan {name}")
+    if old["initial"] != new["initial"]:
+        different.append("another initial image")
+    for name in sorted({*old["options"], *new["options"]}):
+        mine, theirs = old["options"].get(name), new["options"].get(name)
+        if mine != theirs:
+            different.append(f"{name}={mine!r} instead of {theirs!r}")
+    return different
