@@ -28,7 +28,7 @@ from carlreg.model.zoo import xi
 from carlreg.objective.fields import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS
 from carlreg.objective.losses import SIMILARITIES, gaussian_blur
-from carlreg.preparation import prepare_pair
+from carlreg.preparation import choose_grid, prepare_pair
 from carlreg.registration.options import RegisterOptions, SimilarityName
 
 sitk = pytest.importorskip("SimpleITK")
@@ -111,6 +111,31 @@ def test_a_model_file_may_ask_for_several_passes(tmp_path: Path) -> None:
     save(network, path, metadata={"passes": "0"})
     with pytest.raises(ValueError, match="states '0' passes; expected a number from 1 to 10"):
         register(model=path, **options)
+
+
+def test_a_model_file_may_have_a_grid_for_thin_and_one_for_fine_scans(tmp_path: Path) -> None:
+    """Its shortest side lies across the slices, whichever axis that is. On the fine grid there is a single pass."""
+    torch.manual_seed(0)
+    facts = {"grid": "16 16 16", "thin_grid": "28 28 8", "fine_grid": "24 24 24", "passes": "2"}
+    save(xi(3, width=8).eval(), path := tmp_path / "grids.safetensors", metadata=facts)
+    model, affine = load_model(path), np.diag([1.0, 1.0, 1.0, 1.0])
+    for shape, grid in (
+        ((40, 40, 10), [28, 28, 8]),
+        ((10, 40, 40), [8, 28, 28]),
+        ((30, 25, 26), [24, 24, 24]),
+        ((30, 30, 21), [28, 28, 8]),
+    ):
+        image = blobs(shape, affine)
+        result = register(fixed=image, moving=image, model=model, io_iterations=0)
+        assert result.record.grid == grid
+    assert choose_grid(model, [(40, 40, 10), (40, 40, 30)]) == (16, 16, 16)  # only one of them is thin
+    assert choose_grid(model, [(20, 20, 20), (18, 18, 18)]) == (16, 16, 16)  # thin along every axis: small
+    assert choose_grid(dataclasses.replace(model, voxel=2.0), [(40, 40, 10)] * 2) == (16, 16, 16)
+    assert isinstance(model.on_grid((16, 16, 16)).network, TwoStep)
+    assert not isinstance(model.on_grid((24, 24, 24)).network, TwoStep)
+    save(model.once, path, metadata=facts | {"thin_grid": "28 8"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="states the thin_grid '28 8'; expected as many sides as its grid has"):
+        load_model(path)
 
 
 @pytest.mark.parametrize("over", ["fields", "weights"])

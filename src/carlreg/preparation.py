@@ -30,6 +30,10 @@ FULL, MARGIN = 2 / 3, 0.05
 end."""
 LUNG = 0.11
 """In CT of chests, this share of the body is lung, or more; in CT of whole trunks, less."""
+THIN = 24
+"""Scans with this many slices or fewer are thin."""
+RESOLVED = 0.9
+"""Scans with at least this many voxels for one of the fine grid, along every axis, are seen on that grid."""
 FILLED = 0.85
 """If the usual voxel size does not fit, choose one so that the wider scan spans this fraction of the grid."""
 
@@ -331,9 +335,28 @@ def prepare_pair(
     if all(ct) and model.ct_range[0] > CT_RANGE[0] and shows_lungs(fixed) and shows_lungs(moving):
         model = replace(model, ct_range=(CT_RANGE[0], model.ct_range[1]))  # where the model's window is black
     scans = [_Scan.of(fixed, fixed_mask, model, ct[0]), _Scan.of(moving, moving_mask, model, ct[1])]
+    model = replace(model, grid=choose_grid(model, [scan.image.shape for scan in scans]))
     frames, note = _frames(scans, model, aligned)
     f, m = (scan.prepared(frame, model.grid, note, device) for scan, frame in zip(scans, frames, strict=True))
     return PreparedPair(f, m, warnings)
+
+
+def choose_grid(model: LoadedModel, shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """The grid on which a model sees two scans of these shapes: the one for thin scans if both have few slices along
+    the same axis, the fine one if both have about as many voxels along every axis, and otherwise the usual one."""
+    if model.voxel is not None:
+        return model.grid
+    least, most = ([pick(sides) for sides in zip(*shapes, strict=True)] for pick in (min, max))
+    thin = [axis for axis, side in enumerate(most) if side <= THIN]
+    if model.thin_grid is not None and len(thin) == 1:
+        across, *within = sorted(model.thin_grid)
+        within.insert(thin[0], across)
+        return tuple(within)
+    if model.fine_grid is not None and all(
+        side >= RESOLVED * fine for side, fine in zip(least, model.fine_grid, strict=True)
+    ):
+        return model.fine_grid
+    return model.grid
 
 
 def _custom(prepare: Prepare, image: Image, mask: Image | None, device: torch.device) -> Prepared:

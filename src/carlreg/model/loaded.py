@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ class LoadedModel:
     searches_rotation: bool = False  # whether to search for a rotation between the images first
     searches_affine: bool = False  # there is no network: instead, search for an affine map between the images
     keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
+    thin_grid: tuple[int, ...] | None = None  # for scans of few slices, its shortest side across them
+    fine_grid: tuple[int, ...] | None = None  # for scans with this many voxels or more along every axis
     prepare: Prepare | None = None  # instead of as described above, such as the paper prepares one of its datasets
     source: Path | None = None  # its file, if it came from one
+    once: RegistrationAlgorithm | None = None  # the network without its further passes, for the fine grid
     is_default: bool = False  # no model was chosen, so that the dimension of the images may choose another one
 
     def for_dimension(self, dim: int) -> "LoadedModel":
@@ -53,6 +56,11 @@ class LoadedModel:
             return self
         loaded = load_model(DEFAULT_2D, next(self.network.parameters()).device)
         return replace(loaded, searches_rotation=self.searches_rotation, prepare=self.prepare)
+
+    def on_grid(self, grid: Sequence[int]) -> "LoadedModel":
+        """The model for images on one of its grids: on the fine one, which costs more and needs it less, the network is
+        applied once."""
+        return self if self.once is None or tuple(grid) != self.fine_grid else replace(self, network=self.once)
 
 
 class NoNetwork(RegistrationAlgorithm):
@@ -82,7 +90,8 @@ def load_model(
     not changed."""
     device = choose_device(device)
     if isinstance(model, LoadedModel):
-        return replace(model, network=_ready(model.network, device))
+        once = None if model.once is None else _ready(model.once, device)
+        return replace(model, network=_ready(model.network, device), once=once)
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
     if model in (AUTO, "default"):
@@ -96,11 +105,14 @@ def load_model(
         network = TwoStep(network, once).eval()
     return LoadedModel(
         grid=grid_of(about, path) or None,
+        thin_grid=grid_of(about, path, "thin_grid") or None,
+        fine_grid=grid_of(about, path, "fine_grid") or None,
         voxel=voxel_of(about, path),
         ct_range=ct_range_of(about, path),
         keeps_margins=about.get("view") == "whole",
         provenance={"name": path.stem, "sha256": sha256(path), "licence": about.get("licence")},
         network=network,
+        once=once,
         source=path,
     )
 
@@ -114,11 +126,13 @@ def _ready(network: RegistrationAlgorithm, device: torch.device) -> Registration
     return copy.deepcopy(network).to(device).eval()
 
 
-def grid_of(about: Mapping[str, str], path: Path) -> tuple[int, ...]:
-    """The sides of the grid that a model was trained on; empty if its file states none."""
-    sides = _numbers(about, "grid", path, "sides such as '96 96 96'")
+def grid_of(about: Mapping[str, str], path: Path, name: str = "grid") -> tuple[int, ...]:
+    """The sides of a grid that a model was trained on; empty if its file states none."""
+    sides = _numbers(about, name, path, "sides such as '96 96 96'")
     if not all(0 < side <= LARGEST_SIDE and side % 1 == 0 for side in sides):
-        raise InputError(f"{path} states the grid {about['grid']!r}; expected sides from 1 to {LARGEST_SIDE}")
+        raise InputError(f"{path} states the {name} {about[name]!r}; expected sides from 1 to {LARGEST_SIDE}")
+    if name != "grid" and sides and len(sides) != len(grid_of(about, path)):
+        raise InputError(f"{path} states the {name} {about[name]!r}; expected as many sides as its grid has")
     return tuple(int(side) for side in sides)
 
 

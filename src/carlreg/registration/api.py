@@ -221,6 +221,7 @@ def align_pair(
         work.begin("look", "searching for a rotation")
         rotation, case = _rotated_back(case, loaded, device)
     pair = case.prepare(loaded, device)
+    loaded = loaded.on_grid(pair.fixed.tensor.shape[2:])
     work.warn(*case.warnings(), *pair.warnings)
     solution = solve(loaded, pair, options, case.fixed, work, callback, case.guide_on(pair))
     world = solution.transform
