@@ -24,6 +24,7 @@ from carlreg.cli._threads import respect_machine
 from carlreg.cli.atlases import atlas, segment, template
 from carlreg.cli.cohort import cohort
 from carlreg.cli.demo import demo
+from carlreg.cli.doctor import doctor
 from carlreg.cli.evaluate import evaluate
 from carlreg.cli.explain import explain
 from carlreg.cli.info import info
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 many = (cohort, template, segment, atlas)
-alone = (warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train)
+alone = (warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train, doctor)
 for function in (register, *many, *alone):
     app.command(cls=Command)(function)
 group = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
