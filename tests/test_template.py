@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from browser import chromium, needs_browser
 from conftest import SMALL
 from shapes_with_labels import AFFINE, ellipsoid, write_scans
 
@@ -19,6 +20,8 @@ from carlreg import gradicon, save
 from carlreg.atlases import average, work
 from carlreg.atlases import template as builder
 from carlreg.atlases.average import centring, common_grid, make_subject, mean_map, sharpen, sharpness, trimmed_mean
+from carlreg.atlases.page import page
+from carlreg.atlases.template import Iteration
 from carlreg.atlases.work import RegisterEach, Task
 from carlreg.cli import main
 from carlreg.cli._shared import Stopped
@@ -28,6 +31,7 @@ from carlreg.files.images import Image
 from carlreg.files.results import FILES
 from carlreg.files.world_transform import WorldTransform
 from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.show.viewer.scene import load_scene
 
 CPU = torch.device("cpu")
 Run = Callable[..., tuple[int, str]]
@@ -218,9 +222,31 @@ def test_command_writes_everything(data: Path, tmp_path: Path, run: Run) -> None
         assert np.abs(warped.data.astype(int) - images.read(folder / "warped.nii.gz").data).max() <= 40
     assert np.linalg.norm(np.mean(shifts, axis=0), axis=-1).max() < 0.1  # unbiased
     assert not (out / "work").exists()
+    scene = load_scene(out / "subjects" / "s1")  # as `carl view` shows it
+    assert {"fixed", "moving", "warped"} <= set(scene.images)
+    assert not scene.notes
     code, text = run(*words(data, out))
     assert code == 1
     assert "already holds this template" in text
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    scan = ellipsoid((7, 8, 6))[0]
+    row = Iteration("deformable", 0.5, 0.01, 0.2, 0.1, 3.0)
+    numbers = {"displacement_mm": 1.0, "folds_percent": 0.0, "inverse_error_mm": 0.1}
+    record = {"model": {"name": "<b>"}, "device": "cpu", "options": {"seed": 0, "spacing": None}}
+    text = page(scan, [row, row], [{"name": "a & b", **numbers}], record)
+    (tmp_path / "template.html").write_text(text, encoding="utf-8")
+    with chromium() as tab:
+        tab.open((tmp_path / "template.html").as_uri())
+        tab.wait("document.images.length === 3 && [...document.images].every((one) => one.naturalWidth > 0)")
+        assert tab.get("document.querySelectorAll('svg circle').length") == 6
+        assert tab.get("document.querySelector('tbody a').getAttribute('href')") == "subjects/a%20%26%20b/"
+        assert tab.get("document.documentElement.scrollWidth <= window.innerWidth")
+        assert not tab.complaints
+        assert all(url.startswith(("file:", "data:")) for url in tab.requests)
 
 
 def test_command_goes_on_where_it_was_stopped(

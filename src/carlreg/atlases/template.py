@@ -6,6 +6,7 @@ maps. Each time, the average moves to the mean of the shapes (see `average`), so
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 IMAGE, PAGE, RECORD, JOURNAL = "template.nii.gz", "template.html", "template.json", "iterations.json"
 SUBJECTS, ITERATIONS, WORK = "subjects", "iterations", "work"
 NAMES = (IMAGE, PAGE, RECORD)
+IN_MEMORY = InputRecord(given_as="Template")
 Kind = Literal["centred", "affine", "deformable"]
 LARGEST_MEAN = 0.1
 """The mean displacement of a template's maps should have at most this RMS length, in mm."""
@@ -86,8 +88,8 @@ class Template:
         """RMS of the mean displacement of the transforms in the foreground."""
         return self.iterations[-1].residual_mm
 
-    def registration(self, number: int) -> Registration:
-        """A scan registered to the template."""
+    def registration(self, number: int, fixed: InputRecord = IN_MEMORY) -> Registration:
+        """A scan registered to the template, which its report describes as `fixed`."""
         subject, transform = self.subjects[number], self.transforms[number]
         inverse, residual = world_transform.invert(transform, subject.image)
         missed = residual[np.isfinite(residual)]
@@ -98,15 +100,14 @@ class Template:
             "inverse_error_mm": float(missed.mean()) if missed.size else math.nan,
             "displacement_mm": float(length.mean()),
         }
-        path = self.record["scans"][subject.name]
-        inputs = {"moving": InputRecord(**path), "fixed": InputRecord(given_as="template")}
+        moving = InputRecord(**self.record["scans"][subject.name], **_geometry(subject.image))
         record = Report(
             model=self.record["model"],
             device=self.record["device"],
             transform="deformable",
-            inputs=inputs,
+            inputs={"fixed": fixed, "moving": moving},
             metrics=metrics,
-            request=Request(None, {}, {"moving": path.get("sha256"), "fixed": None}),
+            request=Request(None, {}, {"fixed": fixed.sha256, "moving": moving.sha256}),
         )
         warped = world_transform.apply(transform, subject.image, self.image)
         return Registration(transform, inverse, warped, self.image, subject.image, record)
@@ -120,15 +121,17 @@ class Template:
         if (target / RECORD).exists() and not overwrite:
             raise ExistsError(f"{target} already holds {RECORD}; choose another folder, or allow overwriting")
         rows = []
-        for number, subject in enumerate(self.subjects):
-            if progress is not None:
-                progress(f"writing {subject.name}")
-            found = self.registration(number)
-            found.save(target / SUBJECTS / subject.name, overwrite=True)
-            rows.append({"name": subject.name, **found.metrics})
-        record = {**self.record, "iterations": [asdict(row) for row in self.iterations], "subjects": rows}
         with write_together(target, NAMES, last=RECORD, overwrite=overwrite) as staging:
             images.write(self.image, staging / IMAGE)
+            fixed = InputRecord(path=str((target / IMAGE).absolute()), sha256=sha256(staging / IMAGE))
+            fixed = replace(fixed, **_geometry(self.image))
+            for number, subject in enumerate(self.subjects):
+                if progress is not None:
+                    progress(f"writing {subject.name}")
+                found = self.registration(number, fixed)
+                found.save(target / SUBJECTS / subject.name, overwrite=True)
+                rows.append({"name": subject.name, **found.metrics})
+            record = {**self.record, "iterations": [asdict(row) for row in self.iterations], "subjects": rows}
             write_atomically(staging / PAGE, page(self.image, self.iterations, rows, record).encode())
             write_atomically(staging / RECORD, (json.dumps(record, indent=2) + "\n").encode())
         return target
@@ -203,12 +206,16 @@ def template(
 
 def _describe(source: Any, image: Image | None) -> dict[str, Any]:
     """A scan by its file, or by its voxels."""
-    import hashlib
-
     if isinstance(source, (str, os.PathLike)):
         return {"path": str(Path(source).absolute()), "sha256": sha256(source)}
     assert image is not None
-    return {"given_as": type(source).__name__, "sha256": hashlib.sha256(image.data.tobytes()).hexdigest()}
+    return {"given_as": type(source).__name__, "sha256": _geometry(image)["sha256_voxels"]}
+
+
+def _geometry(image: Image) -> dict[str, Any]:
+    """What a report records of an image itself."""
+    voxels = hashlib.sha256(np.ascontiguousarray(image.data).tobytes()).hexdigest()
+    return {"shape": list(image.shape), "spacing_mm": list(image.spacing), "sha256_voxels": voxels}
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from carlreg.cohort.engine import run
+from carlreg.cohort.register import device_of
 from carlreg.cohort.work import Slot, Workers
 from carlreg.errors import CarlError, InputError
 from carlreg.files import images, transform_files, world_transform
@@ -83,7 +84,9 @@ class RegisterEach:
     keep: Keep
 
     def open(self, slot: Slot) -> Callable[[Task], Registered]:
-        return functools.partial(self._one, load_model(self.model, self.options.device), functools.cache(sha256))
+        device = device_of(slot, self.options.device)
+        own = replace(self, options=replace(self.options, device=device))
+        return functools.partial(own._one, load_model(self.model, device), functools.cache(sha256))
 
     def _one(self, model: LoadedModel, checksum: Callable[[str], str], task: Task) -> Registered:
         request = _request(model, self.options, task, checksum)

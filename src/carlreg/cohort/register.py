@@ -23,6 +23,15 @@ from carlreg.show import report
 from carlreg.show.thumbnail import thumbnail
 
 
+def device_of(slot: Slot, device: str) -> str:
+    """The device of a worker: those of one machine share its GPUs."""
+    if slot.count == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return device
+    device = f"cuda:{slot.number % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return device
+
+
 @dataclass(frozen=True)
 class RegisterPairs:
     """Register pairs with one model and one set of options, each into its folder in `out`."""
@@ -40,10 +49,7 @@ class RegisterPairs:
 
     def open(self, slot: Slot) -> Callable[[Pair], Row]:
         """Load the model; with several workers, on this worker's GPU."""
-        device = self.options.device
-        if slot.count > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
-            device = f"cuda:{slot.number % torch.cuda.device_count()}"
-            torch.cuda.set_device(device)
+        device = device_of(slot, self.options.device)
         return _Worker(self, replace(self.options, device=device)).register
 
     def folder(self, pair: Pair) -> ResultFolder:
