@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from carlreg import register
+from carlreg.cli import main
 from carlreg.confidence import evidence as measure
-from carlreg.confidence.calibration import auroc, fit_isotonic, fit_log_linear, fit_logistic
+from carlreg.confidence.calibration import (
+    SUFFIX,
+    Calibration,
+    Linear,
+    Steps,
+    auroc,
+    fit_isotonic,
+    fit_log_linear,
+    fit_logistic,
+)
+from carlreg.confidence.error_map import error_map
+from carlreg.confidence.evidence import Evidence
+from carlreg.confidence.gather import Gathered
+from carlreg.confidence.verdict import Circumstances, find_calibration, judge
 from carlreg.explain import Inside
+from carlreg.files import images
+from carlreg.files.checksums import sha256
+from carlreg.files.images import Image
+from carlreg.files.results import EXPECTED_ERROR, Confidence, ResultFolder
 from carlreg.geometry.grids import voxel_points
 from carlreg.geometry.resizing import resize
 from carlreg.geometry.transforms import Affine, DisplacementField, Identity, Transform, warp
 from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.files import save
+from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.model.zoo import carl, xi
+from carlreg.preparation import Prepared
 
 SIDE = 32
 SIZE = [62.0, 62.0, 62.0]
@@ -214,3 +241,270 @@ def test_auroc_counts_ordered_pairs() -> None:
     pairs = [(a > b) + (a == b) / 2 for a in score[failed == 1] for b in score[failed == 0]]
     assert auroc(score, failed) == pytest.approx(np.mean(pairs))
     assert math.isnan(auroc(score, np.zeros(60)))
+
+
+# ---- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def linear(names: tuple[str, ...], weights: tuple[float, ...], intercept: float = 0.0) -> Linear:
+    return Linear(names, (0.0,) * len(names), (1.0,) * len(names), weights, intercept)
+
+
+def invented(model: str = "none", odds: float = 0.0, **more: Any) -> Calibration:
+    """A calibration by which every deformable registration has the same odds of failure."""
+    names = ("disagreement", "no_excess", "uncovered")
+    values: dict[str, Any] = {
+        "failure": (linear(names, (0.0, 0.0, 0.0), odds),),
+        "error": ((linear(names, (0.0, 0.0, 0.0), -3.0), Steps((-3.0,), (math.log(0.05),))),),
+        "usual": dict.fromkeys(names, -100.0),
+    }
+    return Calibration(model=model, good=0.2, failed=0.8, **(values | more))
+
+
+ABOUT = Circumstances("carl-base")
+
+
+def gathered(**numbers: float) -> Gathered:
+    usual = {"extent_mm": 100.0, "disagreement_mm": 2.0, "similarity_excess": 0.4, "covered": 0.4, "similarity": 0.5}
+    return Gathered(Evidence(**(usual | numbers)))
+
+
+@pytest.mark.parametrize(("odds", "verdict"), [(-4.0, "good"), (0.0, "doubtful"), (4.0, "failed")])
+def test_verdicts_follow_from_the_odds(odds: float, verdict: str) -> None:
+    found = judge(gathered(), invented(odds=odds), ABOUT)
+    assert found.verdict == verdict
+    assert found.failure_probability == pytest.approx(1 / (1 + math.exp(-odds)))
+    assert found.expected_error_mm == pytest.approx(5.0)
+    assert bool(found.reasons) == (verdict != "good")
+    assert found.line().startswith(f"{verdict}, expected error 5.0 mm")
+    assert Confidence(**json.loads(json.dumps(asdict(found)))).line() == found.line()
+
+
+def test_reasons_name_what_is_unusual_the_strongest_first() -> None:
+    names = ("disagreement", "uncovered", "contrast")
+    usual = {"disagreement": math.log(0.01), "uncovered": 0.1, "contrast": 0.1}
+    model = invented(failure=(linear(names, (1.0, 5.0, 50.0), 9.0),), usual=usual)
+    found = judge(gathered(agreement=0.2), model, Circumstances("carl-base", io_sim="lncc"))
+    assert found.reasons == (
+        "the two contrasts differ: use --io-sim mind, or leave it at auto",
+        "no common anatomy in 60 % of the fixed image",
+        "the two directions disagree by 2.0 mm",
+    )
+    forgiving = {"disagreement": 0.0, "uncovered": 0.1, "contrast": 9.0}
+    fewer = judge(gathered(agreement=0.2), invented(failure=model.failure, usual=forgiving), ABOUT)
+    assert fewer.reasons == ("no common anatomy in 60 % of the fixed image",)
+
+
+def test_nothing_is_good_without_calibration_or_evidence() -> None:
+    assert judge(gathered(), None, ABOUT, "why").reasons == ("why",)
+    for about in (replace(ABOUT, transform="rigid"), replace(ABOUT, dim=1)):
+        found = judge(gathered(), invented(odds=-9.0), about)
+        assert found.verdict == "unknown"
+        assert found.reasons
+    assert judge(Gathered(Evidence()), invented(odds=-9.0), ABOUT).verdict == "unknown"
+    assert judge(gathered(), None, ABOUT, "why").verdict == "unknown"
+
+
+def test_a_remark_about_a_header_is_never_good() -> None:
+    found = judge(gathered(), invented(odds=-9.0), replace(ABOUT, remarks=("the moving header seems mirrored",)))
+    assert found.verdict == "doubtful"
+    assert found.reasons == ("the moving header seems mirrored",)
+
+
+def test_models_with_less_evidence_step_in() -> None:
+    full, cheap = linear(("turn",), (1.0,), 50.0), linear(("disagreement",), (0.0,), -9.0)
+    both = invented(failure=(full, cheap))
+    assert judge(gathered(), both, ABOUT).verdict == "good"
+    assert judge(gathered(turn_mm=3.0), both, ABOUT).verdict == "failed"
+
+
+def test_novelty_is_the_distance_from_the_nearest_kind() -> None:
+    calibration = invented(kinds={"a": [0.0] * 4, "b": [10.0] * 4}, deviation=[1.0, 1.0, 1.0, 1.0])
+    features = torch.zeros(4), torch.full((4,), 8.0)
+    found = judge(Gathered(gathered().evidence, {}, features), calibration, ABOUT)
+    assert found.evidence["novelty"] == pytest.approx(2.0)
+    assert found.evidence["kinship"] == pytest.approx(8.0)
+
+
+def test_a_calibration_of_another_model_is_not_used(tmp_path: Path) -> None:
+    net = xi(width=4)
+    path = tmp_path / "own.safetensors"
+    save(net, path)
+    loaded = load_model(path, "cpu")
+    none, why = find_calibration(loaded)
+    assert none is None
+    assert "no calibration" in why
+    target = tmp_path / f"own{SUFFIX}"
+    target.write_text(json.dumps(invented("another checksum").to_json()))
+    none, why = find_calibration(loaded)
+    assert none is None
+    assert "another version" in why
+    target.write_text(json.dumps(invented(loaded.provenance["sha256"]).to_json()))
+    assert find_calibration(loaded)[0] is not None
+    target.write_text("{}")
+    none, why = find_calibration(loaded)
+    assert none is None
+    assert "not a calibration" in why
+    assert find_calibration(load_model(net, "cpu"))[0] is None
+
+
+def test_error_map_follows_local_evidence_and_has_the_expected_mean() -> None:
+    fixed = body()
+    image = Image(fixed[0, 0].numpy(), np.diag([2.0, 2, 2, 1]))
+    prepared = Prepared(image, fixed, None, "", image.shape, "")
+    local = torch.ones(SIDE, SIDE, SIDE)
+    local[: SIDE // 2] = 4.0
+    found = Gathered(Evidence(extent_mm=50.0), {"disagreement": local, "similarity": torch.ones(16, 16, 16)})
+    model = invented(local=linear(("disagreement", "turn", "dissimilarity"), (1.0, 1.0, 1.0)))
+    errors = error_map(found, model, 3.0, prepared)
+    assert errors is not None
+    inside = measure.foreground(fixed).numpy()
+    assert errors.data[inside].mean() == pytest.approx(3.0, rel=1e-4)
+    assert errors.data[0, 0, 0] / errors.data[-1, 0, 0] == pytest.approx(4.0, rel=1e-3)
+    np.testing.assert_allclose(errors.affine, image.affine, atol=1e-9)
+    assert error_map(found, invented(), 3.0, prepared) is None
+    assert error_map(found, model, None, prepared) is None
+
+
+# ---- registrations --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    paths = tmp_path / "fixed.nii.gz", tmp_path / "moving.nii.gz"
+    for path, phi in zip(paths, (Identity(), shift(2, 1, 0)), strict=True):
+        moved = warp(body(), phi, like=body(), outside="zeros")
+        images.write(Image((100 * moved[0, 0]).numpy().astype(np.float32), np.diag([2.0, 2, 2, 1])), path)
+    return paths
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A narrow network, as a file."""
+    path = tmp_path / "small.safetensors"
+    net = carl(width=8, unet_down=(4, 8, 8, 8, 8), unet_up=(8, 8, 8, 8, 8))
+    save(net, path, metadata={"grid": "32 32 32"})
+    return path
+
+
+def calibrate(path: Path, **more: Any) -> None:
+    target = path.with_name(path.stem + SUFFIX)
+    target.write_text(json.dumps(invented(sha256(path), **more).to_json()))
+
+
+LOCAL = {"local": linear(("disagreement", "network_disagreement", "turn"), (0.5, 0.5, 0.5))}
+
+
+def test_a_registration_carries_its_verdict(pair: tuple[Path, Path], small: Path, tmp_path: Path) -> None:
+    fixed, moving = pair
+    common = {"fixed": fixed, "moving": moving, "model": small, "device": "cpu", "io_iterations": 1}
+    unjudged = register(**common)
+    assert unjudged.confidence is not None
+    assert unjudged.confidence.verdict == "unknown"
+    assert "no calibration was made for the model small" in unjudged.confidence.reasons[0]
+    assert unjudged.expected_error is None
+    assert register(**common, confidence="off").confidence is None
+    calibrate(small, odds=-4.0, **LOCAL)
+    result = register(**common, confidence="full")
+    found = result.confidence
+    assert found is not None
+    assert found.verdict == "good"
+    assert {"turn_mm", "shift_mm", "spread_mm", "entropy", "network_disagreement_mm", "gain"} <= set(found.evidence)
+    assert result.expected_error is not None
+    assert result.expected_error.shape == (32, 32, 32)
+    result.save(tmp_path / "out")
+    report = ResultFolder(tmp_path / "out").read_report()
+    assert report.confidence == replace(found, reasons=[], tried=[])
+    stored = images.read(tmp_path / "out" / EXPECTED_ERROR)
+    np.testing.assert_allclose(stored.data, result.expected_error.data, rtol=1e-5)
+    assert "confidence" in report.seconds
+
+
+@pytest.mark.parametrize(("odds", "verdict", "code"), [(-4.0, "good", 0), (0.0, "doubtful", 0), (4.0, "failed", 3)])
+def test_strict_exits_with_3_for_failed_results(
+    pair: tuple[Path, Path],
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    odds: float,
+    verdict: str,
+    code: int,
+) -> None:
+    calibrate(small, odds=odds)
+    out = tmp_path / "out"
+    words = ["register", "-f", str(pair[0]), "-m", str(pair[1]), "--model", str(small), "--io-iterations", "0"]
+    words += ["--device", "cpu"]
+    assert main([*words, "-o", str(out), "--strict"]) == code
+    assert f"{out}: {verdict}, expected error" in capsys.readouterr().err
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert f'class="verdict {verdict}"' in page
+    assert ("do not use it" in page) == (verdict == "failed")
+    if verdict == "failed":
+        table = tmp_path / "pairs.csv"
+        table.write_text(f"name,fixed,moving\na,{pair[0]},{pair[1]}\n")
+        many = ["register", "--pairs", str(table), "-o", str(tmp_path / "many"), *words[5:]]
+        assert main([*many, "--strict"]) == 3
+        row = next(csv.DictReader((tmp_path / "many" / "summary.csv").open(encoding="utf-8")))
+        assert row["verdict"] == "failed"
+        assert float(row["expected_error_mm"]) > 0
+        assert row["reasons"]
+        assert main(many) == 0
+
+
+# ---- the ladder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrated(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], LoadedModel]:
+    """A model that climbs, by whose calibration the network and the affine search have these odds of failure."""
+
+    def make(network: float, search: float) -> LoadedModel:
+        calibrate(small, odds=network)
+        (tmp_path / f"none{SUFFIX}").write_text(json.dumps(invented("none", search).to_json()))
+        monkeypatch.setattr("carlreg.confidence.verdict.WEIGHTS", tmp_path)
+        return replace(load_model(small, "cpu"), climbs=True)
+
+    return make
+
+
+def test_a_good_pair_pays_for_no_other_way(
+    pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
+) -> None:
+    common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
+    result = register(**common, model=calibrated(-4.0, -4.0))
+    assert result.confidence is not None
+    assert result.confidence.tried == ()
+    assert "ladder" not in result.record.seconds
+
+
+def test_a_failed_pair_takes_the_best_of_other_ways(
+    pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
+) -> None:
+    common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
+    result = register(**common, model=calibrated(4.0, -4.0))
+    assert result.confidence is not None
+    assert result.confidence.verdict == "good"
+    assert len(result.confidence.tried) >= 3
+    assert result.record.look is not None  # what the affine search found
+    assert any("without a network" in text for text in result.warnings)
+    assert result.record.model["name"] == "none"
+    alone = register(**common, model="none")
+    points = np.array([[20.0, 30, 30], [40, 20, 35]])
+    np.testing.assert_allclose(result.transform(points), alone.transform(points), atol=1e-3)
+    assert result.record.seconds["ladder"] > 0
+
+
+def test_ways_that_are_no_better_change_nothing(
+    pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
+) -> None:
+    common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
+    model = calibrated(1.0, 1.2)
+    result = register(**common, model=model)
+    plain = register(**common, model=replace(model, climbs=False))
+    assert result.confidence is not None
+    assert result.confidence.verdict == "doubtful"
+    assert result.confidence.tried
+    points = np.array([[20.0, 30, 30], [40, 20, 35]])
+    np.testing.assert_allclose(result.transform(points), plain.transform(points))
+    assert plain.confidence is not None
+    assert plain.confidence.tried == ()

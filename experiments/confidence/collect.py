@@ -112,6 +112,7 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
     fixed, moving = prepare(data, task)
     model = models[task.network]
     pair = prepare_pair(fixed.image, moving.image, model, device)
+    model = model.on_grid(pair.fixed.tensor.shape[2:])
     options = RegisterOptions(device=str(device), **dict(task.options))
     work = Progress()
     corner = Image(np.zeros((4, 4, 4), np.uint8), fixed.image.affine)  # the map of the world is not needed here

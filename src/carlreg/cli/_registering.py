@@ -31,9 +31,10 @@ def _numbers(text: str) -> int | str | tuple[int | str, ...]:
 Numbers = Annotated[str | None, typer.Option(parser=_numbers, metavar="N[,N]")]
 MODEL = Annotated[
     str,
-    "A model from `carl models list`, or a model file. auto: the default model, after a search for a rotation "
-    "between the scans, which is undone first. none: no network; fields are optimised from an affine map, which is "
-    "searched for.",
+    "A model from `carl models list`, or a model file. default: carl-base; where its result is judged doubtful or "
+    "failed, other ways are tried: a search for a rotation, another similarity, no network. auto: the same; where "
+    "results cannot be judged, a rotation is searched for first. none: no network; fields are optimised from an "
+    "affine map, which is searched for.",
     QUALITY,
 ]
 SPECIAL: dict[str, Any] = {

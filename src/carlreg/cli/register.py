@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 Some = Path | None
+JUDGED_FAILED = 3
+"""The exit code of --strict."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def register(
     ] = None,
     model: MODEL = "default",
     options: RegisterOptions,
+    strict: Annotated[bool, "Exit with code 3 if a result is judged as failed.", "--strict", OUTPUT] = False,
     threads: Threads = None,
 ) -> int:
     """Find where each point of the fixed image lies in the moving one.
@@ -118,13 +121,13 @@ def register(
             raise typer.BadParameter(f"--{name} was given with --pairs; expected it in the table of pairs")
         if outputs.out is None:
             raise typer.BadParameter("--pairs was given without --out; expected a folder for the results")
-        return _many(pairs, outputs.out, outputs, model, options)
+        return _many(pairs, outputs.out, outputs, model, options, strict=strict)
     if inputs.fixed is None or inputs.moving is None:
         raise typer.BadParameter("expected --fixed and --moving, or --pairs with a table of pairs")
     if not outputs.files():
         raise typer.BadParameter("no output was given; expected --out, --transform-out or --warped-moving-out")
-    _one(inputs, outputs, model, options)
-    return 0
+    confidence = _one(inputs, outputs, model, options).confidence
+    return JUDGED_FAILED if strict and confidence is not None and confidence.verdict == "failed" else 0
 
 
 def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options: RegisterOptions) -> Report:
@@ -166,10 +169,12 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
         message(f"optimised {record.io_sim}: {record.io_sim_reason}")
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look.get("turned_back") else ""
     message(f"{target}: {turned}{summarise(record.metrics)}{record.seconds['total']:.0f} s")
+    if record.confidence is not None:
+        message(f"{target}: {record.confidence.line()}")
     return record
 
 
-def _many(table: Path, out: Path, outputs: Outputs, model: str, options: RegisterOptions) -> int:
+def _many(table: Path, out: Path, outputs: Outputs, model: str, options: RegisterOptions, *, strict: bool) -> int:
     """`carl cohort`, in which pairs whose files cannot be used fail, but do not keep the others from being done."""
     from carlreg.cli.cohort import run_cohort
     from carlreg.cohort.options import USUAL, CohortOptions, kept
@@ -178,6 +183,6 @@ def _many(table: Path, out: Path, outputs: Outputs, model: str, options: Registe
     chosen = {"report": outputs.html, "warp": outputs.ants_warp}
     words = [word for word in (*USUAL.split(","), "warp") if chosen.get(word, True)]
     names, precise = outputs.label_names, outputs.full_precision
-    how = CohortOptions(keep=kept(words), full_precision=precise, label_names=names)
+    how = CohortOptions(keep=kept(words), full_precision=precise, label_names=names, strict=strict)
     pairs = read_pairs(table, unique=True)
     return run_cohort(pairs, out, model, options, how, overwrite=outputs.overwrite, bad="fail")

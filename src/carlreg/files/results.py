@@ -21,11 +21,12 @@ from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomical
 
 WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
 TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
+EXPECTED_ERROR = "expected_error.nii.gz"
 REPORT, PAGE, THUMBNAIL = "report.json", "report.html", "thumbnail.jpg"
 FILES = (WARPED, TRANSFORM, INVERSE, REPORT)
 """The files of every result."""
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")  # formats without positions
-NAMES = (*FILES, WARP, WARPED_LABELS, PAGE, THUMBNAIL, *(f"warped{ending}" for ending in PICTURES))
+NAMES = (*FILES, WARP, WARPED_LABELS, EXPECTED_ERROR, PAGE, THUMBNAIL, *(f"warped{ending}" for ending in PICTURES))
 """All files that a result may have."""
 WITHIN = 0.01
 """The stored transforms are within this distance of the exact ones, in mm and in voxels."""
@@ -94,6 +95,8 @@ class Confidence:
     """Why it is not good, in words."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the verdict comes from, by name."""
+    tried: Sequence[str] = ()
+    """The ways to register that were tried because the first was not good, and what was thought of each."""
 
     def line(self) -> str:
         """The verdict in one line."""

@@ -41,6 +41,7 @@ class LoadedModel:
     ct_range: tuple[float, float] = CT_RANGE  # Hounsfield units that become 0 and 1
     voxel: float | None = None  # side in mm of the cubic voxels it was trained with, if images are not to be stretched
     searches_rotation: bool = False  # whether to search for a rotation between the images first
+    climbs: bool = False  # whether to try other ways where the verdict on the result is not good
     searches_affine: bool = False  # there is no network: instead, search for an affine map between the images
     keeps_margins: bool = False  # however wide: networks of the paper's authors were trained with them
     thin_grid: tuple[int, ...] | None = None  # for scans of few slices, its shortest side across them
@@ -95,7 +96,7 @@ def load_model(
     if isinstance(model, RegistrationAlgorithm):
         return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
     if model in (AUTO, "default"):
-        return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True)
+        return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True, climbs=True)
     if model == NONE:
         return LoadedModel(NoNetwork().eval(), None, {"name": NONE}, SOFT_TISSUE, searches_affine=True)
     path = find_model(model)

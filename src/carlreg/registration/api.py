@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -28,19 +28,24 @@ from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.losses import Loss, Similarity
 from carlreg.preparation import PreparedPair
+from carlreg.registration.attempt import Attempt, attempt, climb, is_calibrated, rotated_back
 from carlreg.registration.case import Case, score
-from carlreg.registration.options import FitSource, Optimize, PairInputs, RegisterOptions, TransformKind
+from carlreg.registration.options import (
+    ConfidenceLevel,
+    FitSource,
+    Optimize,
+    PairInputs,
+    RegisterOptions,
+    TransformKind,
+)
 from carlreg.registration.progress import Progress
 from carlreg.registration.record import describe_inputs, describe_options, describe_search, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
-from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.solve import Solution, check_without_network, solve
+from carlreg.registration.solve import check_without_network
 
 logger = logging.getLogger(__name__)
 DEFAULT = RegisterOptions()
 Model = str | os.PathLike[str] | RegistrationAlgorithm | LoadedModel
-SEARCH_SIDE, SEARCH_MM = 96, 2.0
-"""The grid on which `model="auto"` searches for a rotation, and its usual voxel size."""
 
 
 def register(
@@ -65,6 +70,7 @@ def register(
     guide_moving: Any = None,
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
+    confidence: ConfidenceLevel = DEFAULT.confidence,
     certainty: bool = DEFAULT.certainty,
     nan: float | None = DEFAULT.nan,
     frame: int | tuple[int, int] | None = DEFAULT.frame,
@@ -154,7 +160,8 @@ def register_pair(
     """`register`, with its arguments in two values. `advance(share)` is called while the network runs on a CPU."""
     device, work = choose_device(options.device), Progress(progress, advance)
     found = align_pair(inputs, model, options, work, callback)
-    loaded, case, pair, solution, world = found.model, found.case, found.pair, found.solution, found.transform
+    made, world = found.made, found.transform
+    loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
     inverse, metrics = _invert(world, case)
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
@@ -167,7 +174,7 @@ def register_pair(
     records = describe_inputs(inputs, case, pair)
     record = Report(
         model=loaded.provenance,
-        look=describe_search(found.rotation or solution.search),
+        look=describe_search(made.rotation or solution.search),
         device=str(device),
         **describe_options(options, solution),
         grid=list(pair.fixed.tensor.shape[2:]),
@@ -178,9 +185,10 @@ def register_pair(
         dice=dice,
         losses=[] if solution.optimization is None else solution.optimization.result.losses,
         warnings=work.warnings,
-        request=make_request(loaded, options, {name: one.sha256 for name, one in records.items()}),
+        confidence=made.confidence,
+        request=make_request(found.asked, options, {name: one.sha256 for name, one in records.items()}),
     )
-    given = {"fixed_labels": case.fixed_seg, "moving_labels": case.moving_seg}
+    given = {"fixed_labels": case.fixed_seg, "moving_labels": case.moving_seg, "expected_error": made.expected_error}
     return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread, **given)
 
 
@@ -188,15 +196,18 @@ def register_pair(
 class Alignment:
     """Two scans as they were read, and the map between them."""
 
-    model: LoadedModel
-    case: Case
-    pair: PreparedPair
-    solution: Solution
-    rotation: RigidMatch | None
+    asked: LoadedModel
+    """The model that was asked for."""
+    made: Attempt
+    """The way that was taken, with its verdict."""
     before: PointMap
     """The map that was given, or the identity."""
     transform: WorldTransform
     """From points of the fixed scan to points of the moving one."""
+
+    @property
+    def case(self) -> Case:
+        return self.made.case
 
 
 def align_pair(
@@ -216,33 +227,30 @@ def align_pair(
     case = Case.read(inputs, options)
     loaded = loaded.for_dimension(case.fixed.dim)
     before: PointMap = (lambda points: points) if case.initial is None else case.initial
-    rotation = None
-    if loaded.searches_rotation:
+    made = _best(loaded, case, options, work, callback, device)
+    world = made.solution.transform
+    if made.case.initial is not None:
+        world = world_transform.compose(made.case.initial, world, case.fixed)
+    return Alignment(loaded, made, before, world)
+
+
+def _best(
+    loaded: LoadedModel,
+    case: Case,
+    options: RegisterOptions,
+    work: Progress,
+    callback: Callable[[int, Loss], None] | None,
+    device: torch.device,
+) -> Attempt:
+    """Register a case by one model; by the best of several ways where a verdict is possible and not good."""
+    climbs = loaded.climbs and options.confidence != "off" and is_calibrated(loaded)
+    rotation, upright, way = None, case, "the network"
+    if loaded.searches_rotation and not climbs:
         work.begin("look", "searching for a rotation")
-        rotation, case = _rotated_back(case, loaded, device)
-    pair = case.prepare(loaded, device)
-    loaded = loaded.on_grid(pair.fixed.tensor.shape[2:])
-    work.warn(*case.warnings(), *pair.warnings)
-    solution = solve(loaded, pair, options, case.fixed, work, callback, case.guide_on(pair))
-    world = solution.transform
-    if case.initial is not None:
-        world = world_transform.compose(case.initial, world, case.fixed)
-    return Alignment(loaded, case, pair, solution, rotation, before, world)
-
-
-def _rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tuple[RigidMatch, Case]:
-    """Search for a rotation between the scans, and undo it by the initial transform."""
-    cubic = replace(loaded, grid=(SEARCH_SIDE,) * case.fixed.dim, voxel=SEARCH_MM, prepare=None)
-    fixed, moving = case.prepare(cubic, torch.device("cpu") if device.type == "mps" else device, masks=False)
-    match = search_rotation(moving.tensor, fixed.tensor)
-    if not match.is_rotated:
-        return match, case
-    logger.info("the moving scan is rotated back by %.0f°", match.degrees)
-    unit = np.eye(case.fixed.dim + 1)
-    unit[:-1] = match.transform.matrix[0].cpu().double().numpy()
-    rigid = WorldTransform.linear(moving.image.unit_to_world() @ unit @ fixed.image.world_to_unit())
-    initial = rigid if case.initial is None else world_transform.compose(case.initial, rigid, case.fixed)
-    return match, replace(case, initial=initial)
+        rotation, case = rotated_back(case, loaded, device)
+        way = "the network after a rotation search"
+    first = attempt(way, loaded, case, options, work, callback, device=device, rotation=rotation)
+    return climb(first, options, work, callback, device=device, case=upright) if climbs else first
 
 
 def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str, float]]:

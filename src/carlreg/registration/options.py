@@ -16,6 +16,7 @@ from carlreg.errors import InputError
 TransformKind = Literal["deformable", "affine", "rigid"]
 Optimize = Literal["auto", "weights", "fields"]
 FitSource = Literal["network", "attention"]
+ConfidenceLevel = Literal["auto", "full", "off"]
 SimilarityName = Literal["lncc", "lncc2", "mind", "ssd"]
 SimilarityChoice = Literal["auto", "lncc", "lncc2", "mind", "ssd"]
 IMAGES, QUALITY, LABELS, OUTPUT, ADVANCED = "Images", "Quality", "Labels and landmarks", "Output", "Advanced"
@@ -113,6 +114,12 @@ class RegisterOptions:
         "Start the optimisation from the unregistered images if they match better than the network's result.",
         ADVANCED,
     ] = True
+    confidence: Annotated[
+        ConfidenceLevel,
+        "Judge how far the result can be trusted. auto: by evidence that takes at most a quarter of the registration's "
+        "time. full: by all evidence. off: not at all; then no other ways are tried either.",
+        QUALITY,
+    ] = "auto"
     certainty: Annotated[
         bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere.", OUTPUT
     ] = False
@@ -136,6 +143,7 @@ class RegisterOptions:
     def __post_init__(self) -> None:
         for name, choices in (("transform", TransformKind), ("optimize", Optimize), ("fit_source", FitSource)):
             _check_choice(name, getattr(self, name), get_args(choices))
+        _check_choice("confidence", self.confidence, get_args(ConfidenceLevel))
         if not callable(self.io_sim):
             _check_choice("io_sim", self.io_sim, get_args(SimilarityChoice))
         if self.io_iterations is not None and self.io_iterations < 0:

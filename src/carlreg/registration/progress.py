@@ -27,7 +27,7 @@ class Progress:
     def __init__(
         self, report: Callable[[str], None] | None = None, advance: Callable[[float], None] | None = None
     ) -> None:
-        self._report = report
+        self.report = report
         self.advance = advance
         """Takes the share of the current part that is done, from 0 to 1, where that is known."""
         self._began: dict[str, float] = {}
@@ -38,8 +38,8 @@ class Progress:
         self._began[part] = time.perf_counter()
         description = text or part.replace("_", " ")
         logger.info("%s", description)
-        if self._report is not None:
-            self._report(description)
+        if self.report is not None:
+            self.report(description)
 
     def warn(self, *texts: str) -> None:
         for text in texts:

@@ -24,6 +24,7 @@ from carlreg.files.checks import times
 from carlreg.files.choice import is_picture
 from carlreg.files.images import Image
 from carlreg.files.results import (
+    EXPECTED_ERROR,
     INVERSE,
     NAMES,
     TRANSFORM,
@@ -31,6 +32,7 @@ from carlreg.files.results import (
     WARPED,
     WARPED_LABELS,
     WITHIN,
+    Confidence,
     Report,
     Request,
     ResultFolder,
@@ -62,6 +64,8 @@ class Registration:
     """The moving image's labels on the fixed image's grid, if there were any."""
     spread: Image | None = None
     """The spread of each fixed point's attention, in mm, on a coarse grid: small where the match is certain."""
+    expected_error: Image | None = None
+    """The expected error of each fixed point in mm, on the network's grid, if the result could be judged."""
     fixed_labels: Image | None = None
     """The labels that were given, on the grids of their images."""
     moving_labels: Image | None = None
@@ -155,6 +159,11 @@ class Registration:
         return self.record.metrics
 
     @property
+    def confidence(self) -> Confidence | None:
+        """How far the result can be trusted: a verdict with reasons, an expected error, and the evidence."""
+        return self.record.confidence
+
+    @property
     def losses(self) -> list[Mapping[str, float]]:
         """Total, similarity and regularity at each step of the optimisation."""
         return list(self.record.losses)
@@ -185,9 +194,10 @@ class Registration:
         keep: Collection[str] = NAMES,
     ) -> Path:
         """Write `warped.nii.gz`, `transform.h5`, `inverse_transform.h5` and `report.json`; `warped_seg.nii.gz` if there
-        were labels; a warped picture, such as `warped.png`, if the moving image is one, in its format and colours; and
-        with `ants_warp` the transform once more as `warp.nii.gz`. `extra` are further texts or bytes, or functions that
-        return them, by the names of their files. Files that are not among `keep` are left out, except `report.json`.
+        were labels; `expected_error.nii.gz` if the result could be judged; a warped picture, such as `warped.png`, if
+        the moving image is one, in its format and colours; and with `ants_warp` the transform once more as
+        `warp.nii.gz`. `extra` are further texts or bytes, or functions that return them, by the names of their files.
+        Files that are not among `keep` are left out, except `report.json`.
 
         The transforms are rounded, to 0.01 mm and 0.01 voxels or less, so that they compress well, unless
         `full_precision`. All files appear together or not at all. Overwriting also removes files of the old result that
@@ -200,7 +210,8 @@ class Registration:
             content = given() if callable(given) else given
             write_atomically(path, content.encode() if isinstance(content, str) else content)
 
-        pictures = {name: one for name, one in ((WARPED, self.warped), (WARPED_LABELS, self.labels)) if name in keep}
+        scans = ((WARPED, self.warped), (WARPED_LABELS, self.labels), (EXPECTED_ERROR, self.expected_error))
+        pictures = {name: one for name, one in scans if name in keep}
         maps = {name: one for name, one in ((TRANSFORM, self.transform), (INVERSE, self.inverse)) if name in keep}
         if WARPED in keep and is_picture(self.moving.name) and self.warped.dim == 2:
             pictures[f"warped{Path(self.moving.name).suffix.lower()}"] = self.warped
@@ -226,7 +237,7 @@ class Registration:
 
 def make_request(model: LoadedModel, options: RegisterOptions, checksums: Mapping[str, str | None]) -> Request:
     """A registration of inputs with these checksums. The device changes its result by no more than rounding."""
-    asked = options.as_json() | {"search_rotation": model.searches_rotation}
+    asked = options.as_json() | {"search_rotation": model.searches_rotation, "ladder": model.climbs}
     del asked["device"]
     return Request(NONE if model.searches_affine else model.provenance.get("sha256"), asked, checksums)
 

@@ -1,0 +1,202 @@
+"""One way to register a pair, with its verdict; and the ladder of further ways where the verdict is not good."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from carlreg.confidence.calibration import Calibration
+from carlreg.confidence.error_map import error_map
+from carlreg.confidence.gather import Answer, Budget, gather
+from carlreg.confidence.verdict import Circumstances, find_calibration, judge
+from carlreg.errors import CarlError
+from carlreg.files import world_transform
+from carlreg.files.images import Image
+from carlreg.files.results import Confidence
+from carlreg.files.world_transform import WorldTransform
+from carlreg.model.loaded import NONE, LoadedModel, load_model
+from carlreg.objective.losses import Loss
+from carlreg.preparation import PreparedPair
+from carlreg.registration.case import Case
+from carlreg.registration.options import RegisterOptions, SimilarityChoice
+from carlreg.registration.progress import Progress
+from carlreg.registration.rotation_search import RigidMatch, search_rotation
+from carlreg.registration.solve import Solution, solve
+
+logger = logging.getLogger(__name__)
+
+SEARCH_SIDE, SEARCH_MM = 96, 2.0
+"""The grid on which a rotation is searched for, and its usual voxel size."""
+CLEARLY = 0.2
+"""A later way replaces an earlier one of the same verdict if its probability of failure is lower by this."""
+RANK = {"good": 0, "doubtful": 1, "failed": 2, "unknown": 3}
+Callback = Callable[[int, Loss], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A registration by one model from one start, and what is thought of it."""
+
+    way: str
+    model: LoadedModel
+    case: Case
+    pair: PreparedPair
+    solution: Solution
+    rotation: RigidMatch | None = None
+    confidence: Confidence | None = None
+    expected_error: Image | None = None
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def probability(self) -> float:
+        """The probability that it failed; 1 if that is unknown."""
+        known = None if self.confidence is None else self.confidence.failure_probability
+        return 1.0 if known is None else known
+
+    def is_better_than(self, other: Attempt) -> bool:
+        """Whether its verdict is better, or as good with a clearly lower probability of failure."""
+        assert self.confidence is not None
+        assert other.confidence is not None
+        mine, theirs = RANK[self.confidence.verdict], RANK[other.confidence.verdict]
+        return mine < theirs or (mine == theirs and self.probability < other.probability - CLEARLY)
+
+
+def attempt(
+    way: str,
+    model: LoadedModel,
+    case: Case,
+    options: RegisterOptions,
+    work: Progress,
+    callback: Callback | None = None,
+    *,
+    device: torch.device,
+    rotation: RigidMatch | None = None,
+    remarks: Sequence[str] = (),
+) -> Attempt:
+    """Register a case, and judge the result unless that is not wanted."""
+    pair = case.prepare(model, device)
+    model = model.on_grid(pair.fixed.tensor.shape[2:])
+    work.warn(*case.warnings(), *pair.warnings)
+    solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair))
+    made = Attempt(way, model, case, pair, solution, rotation)
+    if options.confidence != "off":
+        made = _judged(made, options, work, remarks)
+    return replace(made, warnings=tuple(work.warnings))
+
+
+def _judged(made: Attempt, options: RegisterOptions, work: Progress, remarks: Sequence[str]) -> Attempt:
+    seconds = work.seconds()
+    work.begin("confidence", "judging the result")
+    model, pair, solution = made.model, made.pair, made.solution
+    calibration, why = find_calibration(model)
+    about = Circumstances(
+        str(model.provenance.get("name")),
+        options.transform,
+        pair.fixed.image.dim,
+        None if options.io_sim == "auto" or solution.optimization is None else solution.io_sim,
+        tuple(remarks),
+    )
+    if solution.maps is None:
+        reason = f"only deformable transforms can be judged, and this one is {options.transform}"
+        return replace(made, confidence=Confidence(verdict="unknown", reasons=(reason, *remarks)))
+    has_network = not model.searches_affine
+    answer = Answer(
+        pair,
+        solution.maps,
+        model.network if has_network else None,
+        solution.first if has_network else None,
+        [] if solution.optimization is None else solution.optimization.result.losses,
+    )
+    budget = Budget.of(seconds["total"], seconds.get("network", 0.0), full=options.confidence == "full")
+    if calibration is None and options.confidence != "full":
+        budget = replace(budget, seconds=0.0)  # nothing could be made of costly evidence
+    found = gather(answer, budget)
+    confidence = judge(found, calibration, about, why)
+    errors = error_map(found, calibration, confidence.expected_error_mm, pair.fixed)
+    return replace(made, confidence=confidence, expected_error=errors)
+
+
+# ---- the ladder -----------------------------------------------------------------------------------------------------
+
+
+def climb(
+    first: Attempt,
+    options: RegisterOptions,
+    work: Progress,
+    callback: Callback | None,
+    *,
+    device: torch.device,
+    case: Case,
+    remarks: Sequence[str] = (),
+) -> Attempt:
+    """The first attempt if its verdict is good; otherwise, the best of it and of further ways, tried until one is
+    good: after a search for a rotation, with another similarity, and without a network."""
+    if first.confidence is None or first.confidence.verdict not in ("doubtful", "failed"):
+        return first
+    work.begin("ladder", "trying other ways")
+    best, tried = first, [_described(first)]
+    for way in _rungs(first, options, case, device):
+        part = Progress(work.report, work.advance)
+        try:
+            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation, remarks=remarks)
+        except CarlError as error:
+            logger.info("%s: %s", way.arguments[0], error)
+            continue
+        tried.append(_described(other))
+        best = other if other.is_better_than(best) else best
+        if best.confidence is not None and best.confidence.verdict == "good":
+            break
+    if best is not first:
+        assert first.confidence is not None
+        work.warn(f"{first.way} was judged {first.confidence.verdict}; the result is that of {best.way}")
+    assert best.confidence is not None
+    return replace(best, confidence=replace(best.confidence, tried=tuple(tried)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rung:
+    arguments: tuple[str, LoadedModel, Case, RegisterOptions]
+    rotation: RigidMatch | None = None
+
+
+def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.device) -> Iterator[_Rung]:
+    if first.rotation is None and case.fixed.dim in (2, 3):
+        match, turned = rotated_back(case, first.model, device)
+        if match.is_rotated:
+            yield _Rung(("the network after a rotation search", first.model, turned, options), match)
+    if options.io_sim == "auto" and first.solution.optimization is not None:
+        other: SimilarityChoice = "mind" if first.solution.io_sim == "lncc2" else "lncc2"
+        yield _Rung((f"the network with {other}", first.model, case, replace(options, io_sim=other)), first.rotation)
+    if options.optimize != "weights" and options.fit_source != "attention":
+        yield _Rung(("an affine search without a network", load_model(NONE, device), case, options))
+
+
+def _described(one: Attempt) -> str:
+    assert one.confidence is not None
+    chance = "" if math.isnan(one.probability) else f", probability of failure {one.probability:.2f}"
+    return f"{one.way}: {one.confidence.verdict}{chance}"
+
+
+def rotated_back(case: Case, loaded: LoadedModel, device: torch.device) -> tuple[RigidMatch, Case]:
+    """Search for a rotation between the scans, and undo it by the initial transform."""
+    cubic = replace(loaded, grid=(SEARCH_SIDE,) * case.fixed.dim, voxel=SEARCH_MM, prepare=None)
+    fixed, moving = case.prepare(cubic, torch.device("cpu") if device.type == "mps" else device, masks=False)
+    match = search_rotation(moving.tensor, fixed.tensor)
+    if not match.is_rotated:
+        return match, case
+    logger.info("the moving scan is rotated back by %.0f°", match.degrees)
+    unit = np.eye(case.fixed.dim + 1)
+    unit[:-1] = match.transform.matrix[0].cpu().double().numpy()
+    rigid = WorldTransform.linear(moving.image.unit_to_world() @ unit @ fixed.image.world_to_unit())
+    initial = rigid if case.initial is None else world_transform.compose(case.initial, rigid, case.fixed)
+    return match, replace(case, initial=initial)
+
+
+def is_calibrated(model: LoadedModel) -> bool:
+    calibration: Calibration | None = find_calibration(model)[0]
+    return calibration is not None
