@@ -24,7 +24,7 @@ SITE = ROOT / "site"
 
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 TARGET = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
-AS_THEY_ARE = {".png", ".svg", ".json", ".jsonl"}
+AS_THEY_ARE = {".png", ".webp", ".svg", ".json", ".jsonl"}
 """Files that a browser shows itself."""
 
 

@@ -1,35 +1,208 @@
-"""Take the screenshots of docs/images in Chromium from a folder that `carl demo` wrote.
+"""Take the pictures of docs/images in Chromium from a folder that `carl demo` wrote, and the tour of the README.
 
-python docs/screenshots.py carl-demo/pair
+python docs/screenshots.py carl-demo/pair            # report, viewer and app, on a desk and on a phone
+python docs/screenshots.py carl-demo/pair --tour     # the animation, too: it starts a registration and cancels it
+python docs/screenshots.py carl-demo/pair --site site    # pages of the website, too, built by docs/build.py
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
+
+import numpy as np
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import WEBGL, chromium  # noqa: E402
+from browser import WEBGL, Page, chromium  # noqa: E402
 
-from carlreg.show import viewer  # noqa: E402
+from carlreg.files import images, world_transform  # noqa: E402
+from carlreg.show import app, viewer  # noqa: E402
+from carlreg.show.display import grey_scale  # noqa: E402
+
+PICTURES = ROOT / "docs" / "images"
+DESK, PHONE = (1400, 900), (390, 844)
+QUALITY = 72
+READY = "document.body.dataset.ready === 'yes'"
+TOUR_WIDTH = 840
 
 
-def main(folder: Path) -> None:
-    with viewer.serve(folder) as server, chromium(*WEBGL) as page:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tour", action="store_true")
+    parser.add_argument("--site", type=Path)
+    given = parser.parse_args()
+    before_and_after(given.folder)
+    with chromium(*WEBGL) as page:
+        with running(viewer.serve(given.folder)) as server:
+            shoot_report(page, server)
+            shoot_viewer(page, server)
+        with running(app.serve()) as server:
+            shoot_app(page, server)
+        if given.tour:
+            tour(page, given.folder)
+        if given.site:
+            for name, size in (("docs", DESK), ("docs-phone", PHONE)):
+                show(page, (given.site / "README.html").resolve().as_uri(), size, "document.readyState === 'complete'")
+                save(name, page)
+
+
+@contextmanager
+def running(server: viewer.Server) -> Iterator[viewer.Server]:
+    with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, address in (("report", server.report_path or ""), ("view", "")):
-            page.open(urljoin(server.url, address), width=1000, height=740)
-            page.wait("document.body.dataset.ready === 'yes'")
-            if name == "view":
-                page.get("(byId('overlay').value = 'labels', byId('opacity').value = 35, changeOverlay())")
-            page.settle()
-            (ROOT / "docs" / "images" / f"{name}.png").write_bytes(page.png())
+        yield server
         server.shutdown()
 
 
+def show(
+    page: Page, url: str, size: tuple[int, int] = DESK, ready: str = "document.body.dataset.ready === 'yes'"
+) -> None:
+    page.open(url, width=size[0], height=size[1])
+    page.wait(ready, 180)
+    page.settle()
+
+
+def picture(page: Page) -> Image.Image:
+    page.settle()
+    return Image.open(io.BytesIO(page.png())).convert("RGB")
+
+
+def save(name: str, page: Page) -> None:
+    picture(page).save(PICTURES / f"{name}.webp", quality=QUALITY, method=6)
+
+
+def shoot_report(page: Page, server: viewer.Server) -> None:
+    address = urljoin(server.url, server.report_path or "")
+    show(page, address)
+    page.choose("#view", "blend")
+    save("report", page)
+    show(page, address, PHONE)
+    save("report-phone", page)
+
+
+def shoot_viewer(page: Page, server: viewer.Server) -> None:
+    for name, size in (("view", DESK), ("view-phone", PHONE)):
+        show(page, server.url, size)
+        page.get("(byId('overlay').value = 'labels', byId('opacity').value = 40, changeOverlay())")
+        save(name, page)
+    show(page, server.url)
+    correct(page)
+    save("correct", page)
+
+
+def correct(page: Page) -> None:
+    """Mark a pair of points: the second is where a user might click."""
+    page.get("byId('correct').click()")
+    page.settle()
+    for ras, shift in (((-60.0, 20.0, 40.0), 4.0), ((70.0, -20.0, 30.0), -5.0)):
+        page.get(f"(place('fixed', {list(ras)}), go('fixed', {list(ras)}))")
+        page.get(
+            f"((there) => (place('moving', there), go('moving', there)))(at.moving.map((x, a) => x + {shift} * !a))"
+        )
+        page.get("byId('add').onclick()")
+        page.settle()
+
+
+def shoot_app(page: Page, server: viewer.Server) -> None:
+    for name, size in (("app", DESK), ("app-phone", PHONE)):
+        show(page, server.url, size)
+        for side in ("fixed", "moving"):
+            page.get(f"take('{side}', zones.{side}, [new File(['0'], '{side}.nii.gz')])")
+        save(name, page)
+
+
+def before_and_after(folder: Path) -> None:
+    """A coronal slice of both scans, and checkerboards of them before and after."""
+    fixed, moving, warped = (images.read(folder / f"{name}.nii.gz") for name in ("fixed", "moving", "warped"))
+    unmoved = world_transform.apply(world_transform.WorldTransform.linear(np.eye(4)), moving, fixed)
+    row = fixed.shape[1] // 2
+    low, high = next(iter(grey_scale(fixed).windows.values()))
+
+    def grey(image: images.Image) -> Any:
+        return ((image.data[:, row, ::-1].T.astype(float) - low) / (high - low)).clip(0, 1)
+
+    height, width = grey(fixed).shape
+    rows, columns = np.indices((height, width))
+    odd = (columns * 8 // width + rows * 6 // height) % 2 == 1
+    sheets = [grey(fixed), grey(moving), *(np.where(odd, grey(other), grey(fixed)) for other in (unmoved, warped))]
+    sheet = Image.new("L", (4 * 2 * width + 3 * 6, 2 * height), 255)
+    for number, one in enumerate(sheets):
+        part = Image.fromarray((255 * one).astype("uint8")).resize((2 * width, 2 * height), Image.Resampling.BICUBIC)
+        sheet.paste(part, (number * (2 * width + 6), 0))
+    sheet.save(PICTURES / "before-after.webp", quality=QUALITY, method=6)
+
+
+# ---- the tour -------------------------------------------------------------------------------------------------------
+
+
+def tour(page: Page, folder: Path) -> None:
+    """From two files to a corrected result, in half a minute."""
+    frames: list[tuple[Image.Image, int]] = []
+
+    def keep(milliseconds: int) -> None:
+        one = picture(page)
+        size = TOUR_WIDTH, round(TOUR_WIDTH * one.height / one.width)
+        frames.append((one.resize(size, Image.Resampling.LANCZOS), milliseconds))
+
+    with running(app.serve()) as server:
+        show(page, server.url)
+        keep(2000)
+        for side in ("fixed", "moving"):
+            page.get(f"(zones.{side}.path.value = {str((folder / f'{side}.nii.gz').absolute())!r}, refresh())")
+            page.get(f"(zones.{side}.path.value = '{side}.nii.gz')")
+            keep(1200)
+            page.get(f"(zones.{side}.path.value = {str((folder / f'{side}.nii.gz').absolute())!r})")
+        page.get("byId('start').click()")
+        page.wait("byId('phase').textContent.startsWith('network')", 180)
+        page.get("Object.values(zones).forEach((zone) => { zone.path.value = zone.path.value.split('/').pop(); })")
+        keep(1500)
+        page.wait("byId('progress').value > 20", 300)
+        keep(1500)
+        page.get("byId('cancel').click()")
+    with running(viewer.serve(folder)) as server:
+        show(page, server.url)
+        keep(2200)
+        for height in (10, 30, 50, 70):
+            page.get(f"go('warped', [0, 0, {height}])")
+            page.get(f"place('warped', [0, 0, {height}])")
+            keep(700)
+        for middle in ("blend", "checkerboard"):
+            page.choose("#middle", middle)
+            keep(2200)
+        page.choose("#middle", "warped")
+        page.get("(byId('overlay').value = 'labels', byId('opacity').value = 40, changeOverlay())")
+        keep(2400)
+        page.get("(byId('overlay').value = 'none', changeOverlay())")
+        correct(page)
+        keep(3000)
+        show(page, urljoin(server.url, server.report_path or ""))
+        keep(2200)
+        for view in ("blend", "grid", "jacobian"):
+            page.choose("#view", view)
+            keep(2000)
+    (first, _), *rest = frames
+    first.save(
+        PICTURES / "tour.webp",
+        save_all=True,
+        append_images=[one for one, _ in rest],
+        duration=[milliseconds for _, milliseconds in frames],
+        loop=0,
+        quality=60,
+        method=6,
+    )
+    print(f"tour: {len(frames)} frames, {sum(milliseconds for _, milliseconds in frames) / 1000:.0f} s")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

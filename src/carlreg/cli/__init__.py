@@ -21,6 +21,7 @@ from carlreg.cli import models
 from carlreg.cli._options import Command
 from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli._threads import respect_machine
+from carlreg.cli.app import app as browser_app
 from carlreg.cli.atlases import atlas, segment, template
 from carlreg.cli.cohort import cohort
 from carlreg.cli.demo import demo
@@ -50,6 +51,7 @@ many = (cohort, template, segment, atlas)
 alone = (warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train, doctor)
 for function in (register, *many, *alone):
     app.command(cls=Command)(function)
+app.command("app", cls=Command)(browser_app)
 group = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
 for name, function in models.COMMANDS.items():
     group.command(name, cls=Command)(function)

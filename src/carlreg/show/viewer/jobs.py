@@ -114,17 +114,22 @@ def run(task: Task, report: Callable[..., None]) -> None:
     from carlreg.show import report as pages
 
     options = task_options(task.options)
-    steps, low, high = optimisation_steps(options), *PHASES["optimisation"]
+    steps, part = optimisation_steps(options), [0, 0]
 
     def begin(phase: str) -> None:
-        report(phase=phase, percent=PHASES.get(phase, (0, 0))[0])
+        part[:] = PHASES.get(phase, part)
+        report(phase=phase, percent=part[0])
+
+    def advance(share: float) -> None:
+        report(percent=round(part[0] + (part[1] - part[0]) * min(max(share, 0), 1)))
 
     result = register_pair(
         PairInputs(**task.inputs),
         task.model,
         options,
         progress=begin,
-        callback=lambda step, _: report(percent=round(low + (high - low) * min(step / max(steps, 1), 1))),
+        advance=advance,
+        callback=lambda step, _: advance(step / max(steps, 1)),
     )
     names = {int(label): name for label, name in task.label_names.items()}
     result = replace(result, record=replace(result.record, label_names=names))

@@ -155,7 +155,9 @@ function arrange() {
   const rows = !narrow && least(width, height / count) > least(width / count, height);
   byId("panels").classList.toggle("rows", rows);
   for (const panel of shown) {
-    panel.opts.multiplanarLayout = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight)[1];
+    const [scale, layout] = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight);
+    panel.opts.multiplanarLayout = layout;
+    panel.opts.crosshairWidth = 1.5 / scale;  // pixels
     panel.resizeListener();
     panel.drawScene();
   }
@@ -324,7 +326,7 @@ async function open(side) {
   figure.append(caption, box);
   byId("panels").append(figure);
   const panel = panels[side] = new niivue.Niivue({
-    backColor: [0, 0, 0, 1], crosshairColor: [1, 0.89, 0.54, 0.9], crosshairGap: 4, crosshairWidth: 0.4, crosshairWidthUnit: "percent", fontColor: [1, 0.89, 0.54, 1],
+    backColor: [0, 0, 0, 1], crosshairColor: [1, 0.89, 0.54, 0.9], crosshairGap: 4, crosshairWidth: 1, crosshairWidthUnit: "mm", fontColor: [1, 0.89, 0.54, 1],
     dragAndDropEnabled: false, isRadiologicalConvention: scene.dim === 3, sagittalNoseLeft: true, dragMode: 9,
     multiplanarLayout: 1, multiplanarShowRender: 0, multiplanarEqualSize: false, tileMargin: 2, logLevel: "error",
     isOrientationTextVisible: scene.dim === 3, showAllOrientationMarkers: true, sliceType: scene.dim === 3 ? 3 : 0,
@@ -361,7 +363,7 @@ function buildControls() {
   byId("middle").disabled = !panels.fixed;
   byId("middle").onchange = () => {
     const words = byId("middle").selectedOptions[0].textContent;
-    panels.warped.caption.textContent = { blend: "blend: fixed magenta, warped green", checkerboard: "checkerboard: fixed and warped", difference: "difference of fixed and warped" }[byId("middle").value] || words;
+    panels.warped.caption.textContent = { warped: TITLES.warped, blend: "blend: fixed magenta, warped green", checkerboard: "checkerboard: fixed and warped", difference: "difference of fixed and warped" }[byId("middle").value] || words;
     panels.warped.drawScene();
   };
   setInterval(() => {
@@ -404,6 +406,7 @@ function describeConfidence() {
 async function start() {
   scene = await request("scene.json");
   document.title = `${scene.folder} · carl view`;
+  byId("home").hidden = !scene.home;
   byId("report").hidden = !scene.report;
   if (scene.report) byId("report").href = scene.report;
   scene.notes.forEach(note);

@@ -82,6 +82,8 @@ class Server(ThreadingHTTPServer):
     """Serves the pages and volumes of a scene at `url`; see `serve`."""
 
     daemon_threads = True
+    has_home = False
+    """Whether there is a page without a result."""
     allow_reuse_address = os.name != "nt"  # on Windows this would let two servers share a port
 
     def __init__(self, scene: Scene | None, port: int = 0, *, model: str | None = None, trust: bool = False) -> None:
@@ -123,7 +125,7 @@ class Server(ThreadingHTTPServer):
         report = self.scene.report if self.scenes else None
         if report is not None and _equal(path, self.report_path or ""):
             return Response("text/html", report.read_bytes(), REPORT_HEADERS)
-        name, options = self.name_of(path), _options(query)
+        name, options = self.name_of(path), options_of(query)
         if (asset := self.asset(name)) is not None:
             return asset
         with self.lock:
@@ -146,17 +148,18 @@ class Server(ThreadingHTTPServer):
     def respond_from_scene(self, name: str, options: dict[str, str]) -> Response:
         if name == "scene.json":
             results = [scene.folder.name for scene in self.scenes]
-            return _json(
+            return to_json(
                 {**self.scene.describe(), "report": self.report_path, "results": results, "token": self.token}
+                | {"home": self.has_home}
                 | {"files": [file for file in NAMES if self.scene.file(file) is not None]}
             )
         if name == "match.json":
-            start = _choice(options, "from", ("fixed", "moving"))
-            return _json(self.scene.match(_point(options), start=start))
+            start = choice_of(options, "from", ("fixed", "moving"))
+            return to_json(self.scene.match(_point(options), start=start))
         if name == "at.json":
-            return _json(self.scene.at(_choice(options, "side", tuple(self.scene.sides)), _point(options)))
+            return to_json(self.scene.at(choice_of(options, "side", tuple(self.scene.sides)), _point(options)))
         if name == "job.json" and self.job is not None:
-            return _json(self.job.describe())
+            return to_json(self.job.describe())
         if name.endswith(".nii") and (volume := name.removesuffix(".nii")) in self.scene.volumes:
             return Response("application/octet-stream", nifti(self.scene.volume(volume)))
         if name.startswith(DOWNLOAD) and (file := self.scene.file(name.removeprefix(DOWNLOAD))) is not None:
@@ -171,7 +174,7 @@ class Server(ThreadingHTTPServer):
 
     def change(self, name: str, body: BufferedIOBase, length: int, options: dict[str, str]) -> Response:
         """Answer a POST request for one of `posts`."""
-        value = _read_json(body, length)
+        value = read_json(body, length)
         with self.lock:
             return self.change_scene(name, value)
 
@@ -179,15 +182,15 @@ class Server(ThreadingHTTPServer):
         if name == "cancel":
             if self.job is not None:
                 self.job.cancel()
-            return _json({})
+            return to_json({})
         if name == "show":
             self.show(value.get("result"))
-            return _json({})
+            return to_json({})
         pairs = read_pairs(value.get("pairs"), self.scene.transform.dim)
         if name == "points":
-            return _json({"path": str(save_pairs(pairs, points_path(self.scene)))})
+            return to_json({"path": str(save_pairs(pairs, points_path(self.scene)))})
         self.start(guided_task(self.scene, pairs, self.model))
-        return _json({})
+        return to_json({})
 
     def start(self, task: Task) -> None:
         """Start a registration, one at a time."""
@@ -262,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise Refusal(411, "the request does not state its length")
-        return self.server.change(name, self.rfile, int(length), _options(query))
+        return self.server.change(name, self.rfile, int(length), options_of(query))
 
     def _answer(self, act: Callable[[], Response]) -> None:
         try:
@@ -305,15 +308,15 @@ def _equal(first: str, second: str) -> bool:
     return secrets.compare_digest(first.encode(), second.encode())
 
 
-def _json(value: Any) -> Response:
+def to_json(value: Any) -> Response:
     return Response("application/json", json.dumps(value).encode())
 
 
-def _options(query: str) -> dict[str, str]:
+def options_of(query: str) -> dict[str, str]:
     return {key: values[-1] for key, values in parse_qs(query).items()}
 
 
-def _read_json(body: BufferedIOBase, length: int) -> dict[str, Any]:
+def read_json(body: BufferedIOBase, length: int) -> dict[str, Any]:
     """The object in the body of a request."""
     if length > LARGEST_BODY:
         raise Refusal(413, f"the request has {length} bytes; expected at most {LARGEST_BODY}")
@@ -326,7 +329,7 @@ def _read_json(body: BufferedIOBase, length: int) -> dict[str, Any]:
     return value
 
 
-def _choice(options: dict[str, str], name: str, choices: tuple[str, ...]) -> str:
+def choice_of(options: dict[str, str], name: str, choices: tuple[str, ...]) -> str:
     value = options.get(name, choices[0])
     if value not in choices:
         raise Refusal(400, f"{name} is {value!r}; expected {' or '.join(choices)}")
@@ -342,4 +345,4 @@ def _point(options: dict[str, str]) -> Any:
         numbers = []
     if len(numbers) != 3 or not all(math.isfinite(number) and abs(number) < 1e6 for number in numbers):
         raise Refusal(400, f"point is {text!r}; expected x,y,z in mm")
-    return np.array(numbers) * (RAS if _choice(options, "frame", ("lps", "ras")) == "ras" else 1)
+    return np.array(numbers) * (RAS if choice_of(options, "frame", ("lps", "ras")) == "ras" else 1)

@@ -1,0 +1,201 @@
+"""`carl app`: what it accepts and refuses, and a registration from two dropped files to the viewer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page, needs_browser
+
+sitk = pytest.importorskip("SimpleITK")
+from test_view import ask, network, post, scans  # noqa: E402  (needs SimpleITK)
+
+from carlreg.files import images  # noqa: E402
+from carlreg.show import app  # noqa: E402
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[app.App]:
+    with app.serve(**options) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def server() -> Iterator[app.App]:
+    with running() as one:
+        yield one
+
+
+def upload(server: app.App, name: str, content: bytes, side: str = "fixed", first: int = 1) -> tuple[int, bytes]:
+    return post(server, f"upload?side={side}&first={first}&name={name}", content)
+
+
+def refused(server: app.App, value: dict[str, Any]) -> str:
+    status, words = post(server, "start", json.dumps(value).encode())
+    assert status >= 400
+    text = words.decode().strip()
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_uploads_are_private_and_removed_at_the_end() -> None:
+    with running() as server:
+        assert upload(server, "scan.nii.gz", b"123")[0] == 200
+        (path,) = server.uploads("fixed")
+        assert path.read_bytes() == b"123"
+        if os.name != "nt":
+            assert stat.S_IMODE(server.folder.stat().st_mode) == 0o700
+        assert upload(server, "other.nii", b"4")[0] == 200  # replaces the first
+        assert [one.name for one in server.uploads("fixed")] == ["other.nii"]
+        assert upload(server, "more.nii", b"5", first=0)[0] == 200
+        assert server.source("fixed", "") == str(server.folder / "fixed")  # several files: a folder, such as DICOM
+        upload(server, "scan.mhd", b"header", side="moving")
+        upload(server, "scan.raw", b"voxels", side="moving", first=0)
+        assert server.source("moving", "") == str(server.folder / "moving" / "scan.mhd")
+    assert not server.folder.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["..%2f..%2fevil.nii", "%2fetc%2fpasswd", "..", "", ".hidden", "a%00b.nii", "x" * 300 + ".nii"]
+)
+def test_names_of_uploads_stay_in_their_folder(server: app.App, name: str) -> None:
+    assert upload(server, name, b"1")[0] == 200
+    (path,) = server.uploads("fixed")
+    assert path.parent == server.folder / "fixed"
+    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", path.name)
+    assert [one.name for one in server.folder.iterdir()] == ["fixed"]
+
+
+def test_uploads_that_do_not_fit_are_refused(server: app.App, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert upload(server, "a.nii", b"1", side="elsewhere")[0] == 400
+    assert post(server, "upload?name=a.nii", b"1")[0] == 400
+    monkeypatch.setattr(app.shutil, "disk_usage", lambda _: type("Usage", (), {"free": app.RESERVE + 2})())
+    status, words = upload(server, "a.nii", b"123")
+    assert status == 413
+    assert b"more than the disk has room for; type its path instead" in words
+    assert server.uploads("fixed") == []
+    assert upload(server, "a.nii", b"12")[0] == 200
+
+
+def test_only_the_page_may_start_something(server: app.App, tmp_path: Path) -> None:
+    fixed, moving = scans(tmp_path)
+    body = json.dumps({"paths": {"fixed": str(fixed), "moving": str(moving)}}).encode()
+    for bad in ({"X_Carl_Token": None}, {"X_Carl_Token": "no"}, {"Origin": None}, {"Origin": "http://example.org"}):
+        assert post(server, "start", body, **bad)[0] == 403
+        assert post(server, "upload?side=fixed&name=a.nii", b"1", **bad)[0] == 403
+    assert server.job is None
+    assert server.server_address[0] == "127.0.0.1"
+    for path in ("scene.json", "view.json", "warped.nii", "files/report.json", "match.json?point=1,2,3"):
+        status, words, _ = ask(server, path)
+        assert (status, words) in ((404, b"there is no result yet\n"), (404, b"there is nothing here\n"))
+
+
+def test_wrong_input_is_one_line(server: app.App, tmp_path: Path) -> None:
+    fixed, moving = map(str, scans(tmp_path))
+    assert "there is no fixed image; choose a file" in refused(server, {})
+    assert "there is no moving image" in refused(server, {"paths": {"fixed": fixed}})
+    assert "no.nii does not exist; expected" in refused(
+        server, {"paths": {"fixed": f"{tmp_path}/no.nii", "moving": moving}}
+    )
+    both = {"fixed": fixed, "moving": moving}
+    assert "unknown transform='bent'" in refused(server, {"paths": both, "transform": "bent"})
+    assert "the options cannot be used" in refused(server, {"paths": both, "io_iterations": "many"})
+    assert "names.csv does not exist" in refused(server, {"paths": both, "label_names": "names.csv"})
+    assert "fixed_seg was given without moving_seg" in refused(server, {"paths": both | {"fixed_seg": fixed}})
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "report.json").write_text("{}")
+    assert "already holds report.json" in refused(server, {"paths": both, "out": str(tmp_path / "done")})
+    assert server.job is None
+
+
+def drop(page: Page, side: str, path: Path) -> None:
+    """Drop a file on a zone of the page."""
+    content = base64.b64encode(path.read_bytes()).decode()
+    page.get(
+        f"(() => {{ const bytes = Uint8Array.from(atob('{content}'), (c) => c.charCodeAt(0));"
+        f" const transfer = new DataTransfer(); transfer.items.add(new File([bytes], '{path.name}'));"
+        f" document.querySelector('[data-side={side}]').dispatchEvent(new DragEvent('drop', {{dataTransfer: transfer,"
+        " bubbles: true, cancelable: true})); })()"
+    )
+    page.wait(f"document.querySelector('[data-side={side}] .chosen').textContent === '{path.name}'")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_from_a_drop_to_the_result(tab: Page, tmp_path: Path) -> None:
+    (fixed, moving), model = scans(tmp_path), network(tmp_path)
+    broken = tmp_path / "broken.nii"
+    broken.write_bytes(fixed.read_bytes()[:400])
+    with running(model=str(model), out=tmp_path / "kept") as server:
+        tab.open(server.url, width=900, height=700)
+        tab.wait("document.body.dataset.ready === 'yes'")
+        assert tab.get("byId('start').disabled") is True
+        drop(tab, "fixed", broken)
+        drop(tab, "moving", moving)
+        assert tab.get("byId('start').disabled") is False
+
+        tab.get("byId('start').click()")  # a file that cannot be read: a message in the page
+        tab.wait("document.querySelector('.note')", 60)
+        assert "broken.nii" in tab.get("byId('notes').textContent")
+        assert tab.get("byId('form').offsetHeight") > 100
+        assert list((tmp_path / "kept").iterdir()) == []
+
+        drop(tab, "fixed", fixed)
+        assert tab.get("document.querySelector('.note')") is None
+        tab.get("byId('start').click()")
+        tab.wait("!byId('job').hidden")
+        tab.get("byId('cancel').click()")
+        tab.wait("byId('notes').textContent.includes('was cancelled')", 60)
+        assert list((tmp_path / "kept").iterdir()) == []
+
+        tab.get("(byId('refine').checked = false, byId('start').click())")
+        tab.wait("location.pathname.endsWith('/view') && document.body.dataset.ready === 'yes'", 120)
+        assert tab.get("Object.keys(panels).length") == 3
+        assert tab.get("byId('home').hidden") is False
+        report = tab.get("byId('report').href")
+        name = tab.get("Array.from(document.querySelectorAll('#files a'), (a) => a.textContent)")
+        assert {"transform.h5", "warped.nii.gz", "report.html"} <= set(name)
+        assert [
+            url for url in tab.requests if not url.startswith((server.url.rsplit("/", 2)[0], "data:", "blob:"))
+        ] == []
+        assert tab.complaints == []
+        saved = urllib.request.urlopen(f"{server.url}files/warped.nii.gz").read()
+        assert saved == (tmp_path / "kept" / "result" / "warped.nii.gz").read_bytes()
+        assert images.read(tmp_path / "kept" / "result" / "warped.nii.gz").shape == images.read(fixed).shape
+        tab.open(report)
+        tab.wait("document.body.dataset.ready === 'yes'")
+        tab.open(server.url, width=390, height=844)  # the result can be found again, on a phone's screen too
+        tab.wait("document.body.dataset.ready === 'yes'")
+        assert tab.get("byId('last').hidden") is False
+        assert tab.get("document.documentElement.scrollWidth") == 390
+    assert (tmp_path / "kept" / "result" / "report.json").is_file()
+
+
+def test_the_command_serves_until_it_is_stopped() -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    command = [sys.executable, "-m", "carlreg", "app", "--no-browser"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            address = re.search(r"http://127\.0\.0\.1:\d+/\S+/", process.stderr.readline())
+            assert address is not None
+            assert b"Register two scans" in urllib.request.urlopen(address[0]).read()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
