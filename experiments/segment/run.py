@@ -44,7 +44,7 @@ from experiments.made import commit, machine
 
 RESULTS = Path(__file__).with_name("results.json")
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
-SETS = {"abdomen": tuple(range(1, 14)), "brain": SUBCORTICAL}
+SETS = {"abdomen": tuple(range(1, 14)), "brain": SUBCORTICAL, "hippocampus": (1, 2)}
 KEPT_BACK = 3
 SEED = 0
 BASE = FusionSettings()
@@ -64,10 +64,11 @@ CANDIDATES: list[tuple[Fusion, FusionSettings]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["abdomen", "brain"])
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--dev-subjects", type=int, default=2)
     parser.add_argument("--dev-atlases", type=int, default=8)
+    parser.add_argument("--atlases", type=int, help="atlases of validation subjects (default: all training subjects)")
     parser.add_argument("--subjects", type=int, help="validation subjects of each set (default: all)")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="auto")
@@ -83,6 +84,7 @@ def main() -> None:
     options = RegisterOptions(device=arguments.device, seed=SEED, io_iterations=arguments.io_iterations)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     report |= {"machine": machine(), "gpu": gpu, "seed": SEED, "torch": torch.__version__, "workers": arguments.workers}
+    report["model"] = arguments.model
     work = RegisterEach(arguments.model, options, "warped")
     open_jobs: dict[str, Job] = {}
 
@@ -119,7 +121,7 @@ def jobs(arguments: argparse.Namespace, report: dict[str, Any]) -> Iterator[Job]
         done = {(row["set"], row["subject"]) for row in report[split]}
         for name in arguments.sets:
             train, atlases = subjects(arguments.data / name / "train"), None
-            known = train if split == "val" else train[:-KEPT_BACK][: arguments.dev_atlases]
+            known = train[: arguments.atlases] if split == "val" else train[:-KEPT_BACK][: arguments.dev_atlases]
             chosen = subjects(arguments.data / name / "val")[: arguments.subjects]
             if split == "dev":
                 chosen = train[-KEPT_BACK:][: arguments.dev_subjects]

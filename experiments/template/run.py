@@ -1,11 +1,11 @@
-"""Build a template of the training brains, and register validation brains to each other through it.
+"""Build a template of training subjects, brains by default, and register validation subjects through it.
 
     python experiments/template/run.py ../shared/data results --iterations 3
 
 Writes results.json after every part, the last and the affine average as small images, and the page of the template.
 Sharpness is the mean gradient magnitude per mm in the foreground, of intensities whose 5th and 95th percentile in the
 foreground are 0 and 1 (`carlreg.atlases.average.sharpness`), before sharpening; this was fixed before anything was
-measured. Pairs of validation brains are a ring: each is the fixed image once and the moving one once.
+measured. Pairs of validation subjects are a ring: each is the fixed image once and the moving one once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from experiments.made import commit, machine
 
-SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
+SETS = {"brain": (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60), "hippocampus": (1, 2)}
 SEED = 0
 
 
@@ -49,7 +50,8 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path, help="folder for results.json and the images")
     parser.add_argument("--iterations", type=int, default=3)
-    parser.add_argument("--scans", type=int, help="training brains (default: all)")
+    parser.add_argument("--scans", type=int, help="training subjects (default: all)")
+    parser.add_argument("--set", choices=SETS, default="brain")
     parser.add_argument("--pairs", type=int, help="validation pairs (default: all)")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="auto")
@@ -61,6 +63,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     report: dict[str, Any] = {"commit": commit(), "machine": machine(), "gpu": gpu, "seed": SEED}
     report |= {"torch": torch.__version__, "workers": arguments.workers, "iterations": []}
+    report |= {"set": arguments.set, "model": arguments.model}
     steps = {"io_iterations": arguments.io_iterations, "device": arguments.device, "seed": SEED}
 
     def save() -> None:
@@ -73,7 +76,7 @@ def main() -> None:
         if row.kind == "affine":
             images.write(small(average), arguments.out / "affine.nii.gz", overwrite=True)
 
-    scans = subjects(arguments.data / "brain" / "train")[: arguments.scans]
+    scans = subjects(arguments.data / arguments.set / "train")[: arguments.scans]
     model = arguments.model if arguments.workers > 1 else load_model(arguments.model, device)
     began = time.monotonic()
     built = template(
@@ -104,10 +107,11 @@ def through(
     device: torch.device,
     report: dict[str, Any],
 ) -> None:
-    """Dice of pairs of validation brains, registered directly and through the template."""
-    paths = subjects(arguments.data / "brain" / "val")
+    """Dice of pairs of validation subjects, registered directly and through the template."""
+    paths = subjects(arguments.data / arguments.set / "val")
     loaded = load_model(model, device)
-    ring = [(paths[n], paths[(n + 1) % len(paths)]) for n in range(len(paths))][: arguments.pairs]
+    paths = paths[: arguments.pairs]
+    ring = [(paths[n], paths[(n + 1) % len(paths)]) for n in range(len(paths))]
 
     def align(fixed: Any, moving: Any) -> WorldTransform:
         return align_pair(PairInputs(fixed=fixed, moving=moving), loaded, options, Progress()).transform
@@ -124,7 +128,7 @@ def through(
             "through": mapped(to_scan[moving], mapped(back, points)),
         }
         truth = torch.from_numpy(labels[fixed].data.astype(np.int32)).to(device)
-        row = {way: overlap(nearest(labels[moving], there), truth) for way, there in ways.items()}
+        row = {way: overlap(nearest(labels[moving], there), truth, SETS[arguments.set]) for way, there in ways.items()}
         rows.append(
             {"fixed": fixed.name, "moving": moving.name, **row, "inverse_error_mm": float(np.nanmean(residual))}
         )
@@ -151,10 +155,10 @@ def nearest(labels: Image, points: Tensor) -> Tensor:
     return torch.where(inside, values[tuple(index.unbind(-1))], 0)
 
 
-def overlap(found: Tensor, truth: Tensor) -> float:
-    """Mean Dice of the subcortical structures."""
+def overlap(found: Tensor, truth: Tensor, structures: Sequence[int]) -> float:
+    """Mean Dice of these structures."""
     each = []
-    for label in SUBCORTICAL:
+    for label in structures:
         a, b = found == label, truth == label
         each.append(2 * int((a & b).sum()) / max(1, int(a.sum() + b.sum())))
     return mean(each)
