@@ -310,6 +310,18 @@ def test_all_bad_scans_are_listed_before_anything_runs(
     assert "1 usable scans of 2; expected at least 2" in text
 
 
+def test_an_image_to_start_from_is_centred_like_the_scans(data: Path) -> None:
+    """Far away and of another size: it is put where the scans are."""
+    far = AFFINE.copy()
+    far[:3, 3] += (300, -200, 100)
+    start = Image(ellipsoid((7, 7, 7))[0].data, far)
+    subjects = tuple(make_subject(name, ellipsoid((8, 8, 7))[0], ct=False) for name in "ab")
+    options = builder.TemplateOptions(device="cpu")
+    build = builder._Builder(subjects, {}, "none", options, start, {}, 1, print, None)
+    placed = build._placed(common_grid(subjects))
+    assert np.allclose(make_subject("c", placed, ct=False).centre, subjects[0].centre, atol=0.2)
+
+
 def test_bad_scans_are_skipped_on_request(data: Path, tmp_path: Path, run: Run) -> None:
     bad = tmp_path / "bad.nii.gz"
     bad.write_bytes(b"not an image")

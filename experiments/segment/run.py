@@ -5,7 +5,7 @@
 For each set, the settings of the fusion are chosen on training subjects that are kept back (`dev`: the last three, of
 which `--dev-subjects` are used, with `--dev-atlases` of the other training subjects as atlases). Then validation
 subjects are segmented with all training subjects as atlases. Labels are fused by each method from the same
-registrations. results.json is written after every subject, and what is in there is not repeated, so the script can be
+registrations. The results are written after every subject, and what is in there is not repeated, so the script can be
 stopped and restarted. After `--seconds`, no further subject is begun.
 """
 
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from experiments.made import commit, machine
 
-RESULTS = Path(__file__).with_name("results.json")
+RESULTS = Path(__file__).with_name("results") / "val.json"
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
 SETS = {"abdomen": tuple(range(1, 14)), "brain": SUBCORTICAL, "hippocampus": (1, 2)}
 KEPT_BACK = 3
@@ -50,8 +50,7 @@ SEED = 0
 BASE = FusionSettings()
 JOINT = [
     *(replace(BASE, patch=patch, search=search) for patch in (1, 2) for search in (0, 1, 2)),
-    *(replace(BASE, alpha=alpha) for alpha in (0.03, 0.3)),
-    *(replace(BASE, beta=beta) for beta in (1.0, 3.0)),
+    *(replace(BASE, alpha=alpha, beta=beta) for alpha in (0.03, 0.1, 0.3, 1.0) for beta in (1.0, 2.0, 3.0)),
 ]
 LOCAL = [replace(BASE, sigma=sigma, power=power) for sigma in (1.0, 2.0) for power in (2.0, 4.0, 8.0)]
 CANDIDATES: list[tuple[Fusion, FusionSettings]] = [
@@ -83,6 +82,7 @@ def main() -> None:
     device = choose_device(arguments.device)
     options = RegisterOptions(device=arguments.device, seed=SEED, io_iterations=arguments.io_iterations)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     report |= {"machine": machine(), "gpu": gpu, "seed": SEED, "torch": torch.__version__, "workers": arguments.workers}
     report["model"] = arguments.model
     work = RegisterEach(arguments.model, options, "warped")

@@ -272,10 +272,10 @@ class _Builder:
     def _placed(self, grid: Image) -> Image:
         """The image to start from, on the grid of the template, centred as the scans are."""
         assert self.start is not None
-        centre = average.make_subject("initial", self.start, self.subjects[0].window is None)
-        (to_start,) = average.centring([centre])  # the identity, whose shift is set here
-        matrix = to_start.affine.copy()
-        matrix[:-1, -1] = centre.centre - np.mean([one.centre for one in self.subjects], axis=0)
+        ct = self.subjects[0].window is None
+        matrix = np.eye(grid.dim + 1)
+        matrix[:-1, -1] = average.make_subject("initial", self.start, ct).centre
+        matrix[:-1, -1] -= np.mean([one.centre for one in self.subjects], axis=0)
         placed = world_transform.apply(WorldTransform.linear(matrix), self.start, grid)
         return replace(placed, data=placed.data.astype(np.float32))
 
