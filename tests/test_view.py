@@ -38,7 +38,7 @@ from carlreg.files.checksums import sha256  # noqa: E402
 from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
 from carlreg.files.landmarks import read_correspondences  # noqa: E402
 from carlreg.files.orientation import to_closest_ras  # noqa: E402
-from carlreg.files.results import InputRecord  # noqa: E402
+from carlreg.files.results import Confidence, InputRecord  # noqa: E402
 from carlreg.show import (  # noqa: E402
     report,
     viewer,
@@ -606,12 +606,16 @@ def opened(page: Any, server: viewer.Server, width: int = 900, height: int = 620
 @needs_browser
 def test_the_background_of_138_labels_is_not_painted(tab: Page, tmp_path: Path) -> None:
     pair = structures()
+    verdict = Confidence(verdict="doubtful", expected_error_mm=3.25, reasons=("the organs overlap little",))
+    pair = dataclasses.replace(pair, record=dataclasses.replace(pair.record, confidence=verdict))
     out = pair.save(tmp_path / "out")
     for side in ("fixed", "moving"):
         images.write(getattr(pair, side), out / f"{side}.nii.gz")
         images.write(getattr(pair, f"{side}_labels"), out / f"{side}_labels.nii.gz")
     with running(out) as server:
         opened(tab, server)
+        words = tab.get("byId('confidence').textContent")
+        assert words == "Doubtful: look before you use it · expected error 3.3 mm · the organs overlap little"
         bare = screen(tab)
         tab.get("(byId('opacity').value = 100, byId('overlay').value = 'labels', changeOverlay())")
         tab.settle()

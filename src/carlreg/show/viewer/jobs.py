@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from carlreg.errors import user_message
 from carlreg.files.results import PAGE
 from carlreg.registration.options import PairInputs, RegisterOptions
 
@@ -24,8 +23,10 @@ PHASES = {
     "searching for an affine map": (4, 40),
     "network": (10, 40),
     "coordinate attention": (10, 80),
-    "optimisation": (40, 85),
-    "world space": (85, 94),
+    "optimisation": (40, 80),
+    "world space": (80, 86),
+    "judging the result": (86, 93),
+    "trying other ways": (88, 94),
     "certainty": (94, 95),
     "scores": (95, 96),
     "writing": (96, 100),
@@ -63,7 +64,7 @@ class Job:
 
     def __init__(self, task: Task) -> None:
         self.task, self.status, self._started = task, Status(), time.monotonic()
-        command = [sys.executable, "-m", "carlreg.show.viewer.jobs"]
+        command = [sys.executable, "-m", "carlreg.show.viewer.worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(task)) + "\n")
@@ -114,14 +115,17 @@ def run(task: Task, report: Callable[..., None]) -> None:
     from carlreg.show import report as pages
 
     options = task_options(task.options)
-    steps, part = optimisation_steps(options), [0, 0]
+    steps, part, furthest = optimisation_steps(options), [0, 0], [0]
 
     def begin(phase: str) -> None:
         part[:] = PHASES.get(phase, part)
-        report(phase=phase, percent=part[0])
+        report(phase=phase)
+        advance(0)
 
     def advance(share: float) -> None:
-        report(percent=round(part[0] + (part[1] - part[0]) * min(max(share, 0), 1)))
+        percent = round(part[0] + (part[1] - part[0]) * min(max(share, 0), 1))
+        furthest[0] = max(furthest[0], percent)  # other ways repeat what was done before
+        report(percent=furthest[0])
 
     result = register_pair(
         PairInputs(**task.inputs),
@@ -143,41 +147,6 @@ def task_options(options: Mapping[str, Any]) -> RegisterOptions:
     return RegisterOptions(**values)
 
 
-def _work() -> None:
-    """Read a task from the standard input, do it, and print how far it is, as JSON, a line each."""
-    import logging
-    import os
-    import signal
-    import traceback
-
-    def stop(*_: object) -> None:
-        raise SystemExit(143)  # so that unfinished files are removed
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this process
-    logging.basicConfig(format="carl: %(message)s")
-
-    def report(**values: Any) -> None:
-        print(json.dumps(values), flush=True)
-
-    def watch() -> None:
-        sys.stdin.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    task = Task(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        run(task, report)
-        report(state="done", phase="done", percent=100)
-    except Exception as error:
-        if (text := user_message(error)) is None:
-            traceback.print_exception(error)
-            text = f"this is a bug ({type(error).__name__}); the terminal shows the details"
-        report(state="failed", message=text)
-    sys.stdout.flush()
-    os._exit(0)  # the thread still reads
-
-
 def free_path(path: Path, ending: str = "") -> Path:
     """The path with an ending, and with a number if that exists already.
 
@@ -187,7 +156,3 @@ def free_path(path: Path, ending: str = "") -> Path:
     return next(
         one for name in names if not (one := path.with_name(name)).exists() and not one.with_suffix(".csv").exists()
     )
-
-
-if __name__ == "__main__":
-    _work()

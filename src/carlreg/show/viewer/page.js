@@ -399,8 +399,12 @@ function buildControls() {
 function describeConfidence() {
   const { confidence } = scene;
   if (!confidence) return;
+  const words = { good: "Good", doubtful: "Doubtful: look before you use it", failed: "Failed: do not use it", unknown: "Not judged" };
+  const parts = [words[confidence.verdict] || "Not judged"];
+  if (Number.isFinite(confidence.expected_error_mm)) parts.push(`expected error ${confidence.expected_error_mm.toFixed(1)} mm`);
   byId("confidence").hidden = false;
-  byId("confidence").textContent = [confidence.verdict, confidence.text].filter(Boolean).join(": ");
+  byId("confidence").className = words[confidence.verdict] ? confidence.verdict : "unknown";
+  byId("confidence").textContent = parts.concat(confidence.reasons || []).join(" · ");
 }
 
 async function start() {
