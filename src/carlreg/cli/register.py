@@ -101,8 +101,8 @@ def register(
         Some,
         "A CSV file with a pair in each row, instead of --fixed and --moving. Columns: fixed, moving, and optionally "
         "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, initial_transform, "
-        "guide. Paths are relative to the CSV file. Each pair gets a folder in --out. Pairs that were registered "
-        "before from the same files, with the same model and options, are skipped.",
+        "guide, rigid_mask, moving_rigid_mask. Paths are relative to the CSV file. Each pair gets a folder in --out. "
+        "Pairs that were registered before from the same files, with the same model and options, are skipped.",
         INPUTS,
     ] = None,
     model: MODEL = "default",

@@ -48,6 +48,8 @@ class Pair:
     moving_modality: str = ""
     split: str = ""  # one of `SPLITS`, or empty if the table has no such column
     guide: Path | None = None
+    rigid_mask: Path | None = None
+    moving_rigid_mask: Path | None = None
 
     def files(self) -> dict[str, Any]:
         """The input files by their column, as `register` takes them."""

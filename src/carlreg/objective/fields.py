@@ -28,8 +28,9 @@ from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, multiply_axes
 from carlreg.geometry.jacobian import determinant
 from carlreg.geometry.transforms import DisplacementField, Transform
-from carlreg.objective.guide import Guide, Pull
+from carlreg.objective.guide import Guide
 from carlreg.objective.losses import Loss, Similarity, extrapolation, find_similarity
+from carlreg.objective.rigidity import Rigidity
 from carlreg.objective.windows import LEAST_SIDE, Picture, Windows, gaussian
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def optimize_fields(
     moving_spacing: Sequence[float] | None = None,
     fixed_spacing: Sequence[float] | None = None,
     guide: Guide | None = None,
+    rigidity: Rigidity | None = None,
     seed: int = 0,
     callback: Callback | None = None,
 ) -> Optimized:
@@ -107,7 +109,7 @@ def optimize_fields(
     standard deviation of the Gaussian windows of "lncc" and "lncc2", of `smoothing`, that of the Gaussian by which
     changes of the fields are smoothed, and of `learning_rate`, by which Adam changes them in a step. A field can fold
     more easily than a network's output, so `fold_weight` times a penalty is added. `weight` is that of GradICON.
-    `guide` pulls points of one image to their partners in the other.
+    `guide` pulls points of one image to their partners in the other, `rigidity` keeps regions from bending.
 
     There are `steps` on the finest of the `levels`, the images' own grid, preceded by `coarse_steps`, by default three
     times as many, on each of the coarser ones, where they cost little. Their unit doubles with each level; only axes
@@ -128,7 +130,8 @@ def optimize_fields(
     ones = (1.0,) * (fixed.dim() - 2)
     f = Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
     m = Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
-    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, guide, decay)
+    demands: dict[str, Any] = {"guide": guide, "rigidity": rigidity}
+    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, decay, **demands)
     with torch.inference_mode(False), torch.no_grad():
         finest = _Level(f, m, max(min(f.spacing), min(m.spacing)), settings)
         given = transform.detach(), inverse.detach()
@@ -170,8 +173,9 @@ class _Settings:
     learning_rate: float
     smoothing: float
     seed: int
-    guide: Guide | None = None
     decay: float = 0.0
+    guide: Guide | None = None
+    rigidity: Rigidity | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +233,7 @@ class _Level:
         positions = [side.grid + field for field, side in zip(fields, self.sides, strict=True)]
         similar = sum(side.similarity(at) for at, side in zip(positions, self.sides, strict=True))
         regular, folded = self._regularity(positions, self.first_phase)
-        total = self._total(similar, regular, folded) + self._guidance(positions)
+        total = self._total(similar, regular, folded) + self._demanded(positions)
         return Loss(total, similar, regular)  # type: ignore[arg-type]
 
     @functools.cached_property
@@ -246,12 +250,14 @@ class _Level:
         return similar + self.settings.weight * regular + self.settings.fold_weight * folded
 
     @functools.cached_property
-    def pulls(self) -> tuple[Pull, ...]:
-        return () if self.settings.guide is None else self.settings.guide.between(self.fixed, self.moving)
+    def demands(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """What users ask of the maps, each with the number of its map: guide points, and regions that do not bend."""
+        given = [one for one in (self.settings.guide, self.settings.rigidity) if one is not None]
+        terms = [one.between(self.fixed, self.moving) for one in given]
+        return [(number, term) for pair in terms for number, term in enumerate(pair) if term is not None]
 
-    def _guidance(self, positions: Sequence[Tensor]) -> Tensor | int:
-        """The distances of guide points from their partners, if there are any."""
-        return sum(pull(at) for pull, at in zip(self.pulls, positions, strict=False))
+    def _demanded(self, positions: Sequence[Tensor]) -> Tensor | int:
+        return sum(term(positions[number]) for number, term in self.demands)
 
     def _regularity(self, positions: Sequence[Tensor], phase: Tensor) -> tuple[Tensor, Tensor]:
         """GradICON on every second voxel of the moving image's field, from the first or the second one, and folds."""
@@ -281,7 +287,7 @@ class _Level:
                 gradients.append(torch.autograd.grad(part, at)[0])
                 similar = similar + part.detach()
             regular, folded = self._regularity(leaves, phase)
-            rest = self._total(0, regular, folded) + self._guidance(leaves)
+            rest = self._total(0, regular, folded) + self._demanded(leaves)
             more = torch.autograd.grad(rest, leaves)
         parts = torch.stack([similar + rest.detach(), similar, regular.detach()])
         return parts, [a + b for a, b in zip(gradients, more, strict=True)]

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -41,6 +41,7 @@ from carlreg.registration.options import (
 from carlreg.registration.progress import Progress
 from carlreg.registration.record import describe_inputs, describe_options, describe_search, metric_warnings
 from carlreg.registration.result import Registration, make_request, peak_memory
+from carlreg.registration.rigid_regions import make_rigid
 from carlreg.registration.solve import check_without_network
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ def register(
     guide: Any = None,
     guide_fixed: Any = None,
     guide_moving: Any = None,
+    rigid_mask: Any = None,
+    moving_rigid_mask: Any = None,
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
     confidence: ConfidenceLevel = DEFAULT.confidence,
@@ -117,6 +120,10 @@ def register(
     `guide` are corresponding points that pull the result, such as corrections by hand: a CSV file with the columns
     fixed_x, fixed_y, fixed_z, moving_x, moving_y, moving_z, or a pair of arrays (N, D) or landmark files, in LPS mm;
     `guide_fixed` and `guide_moving` are the same in two arguments. They act in the optimisation of the fields.
+
+    `rigid_mask` holds regions of the fixed image that move but do not bend, such as a tumour or bones, and
+    `moving_rigid_mask` those of the moving image: label maps on the images' own grids, each number other than 0 a
+    region. Their maps are kept nearly rigid while the fields are optimised, and made exactly so at the end.
 
     Labels (`fixed_seg`, `moving_seg`) and landmarks (files, or world points (N, D) in LPS) are scored before and after;
     they do not influence the registration. `certainty` adds the spread of the network's attention, which is quick on a
@@ -224,6 +231,8 @@ def align_pair(
     check_without_network(loaded, options)
     if inputs.is_guided:
         options.check_guided()
+    if inputs.has_rigid_regions:
+        options.check_rigid_regions()
     case = Case.read(inputs, options)
     loaded = loaded.for_dimension(case.fixed.dim)
     before: PointMap = (lambda points: points) if case.initial is None else case.initial
@@ -231,6 +240,10 @@ def align_pair(
     world = made.solution.transform
     if made.case.initial is not None:
         world = world_transform.compose(made.case.initial, world, case.fixed)
+    if inputs.has_rigid_regions:
+        world, changed = make_rigid(world, case.fixed, *case.rigid_masks)
+        metrics = made.solution.metrics | {"rigid_correction_mm": changed}
+        made = replace(made, solution=replace(made.solution, metrics=metrics))
     return Alignment(loaded, made, before, world)
 
 

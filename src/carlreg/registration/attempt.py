@@ -82,7 +82,7 @@ def attempt(
     pair = case.prepare(model, device)
     model = model.on_grid(pair.fixed.tensor.shape[2:])
     work.warn(*case.warnings(), *pair.warnings)
-    solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair))
+    solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair), case.rigidity_on(pair))
     made = Attempt(way, model, case, pair, solution, rotation)
     if options.confidence != "off":
         made = _judged(made, options, work, remarks)

@@ -20,6 +20,7 @@ from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel
 from carlreg.objective.guide import Guide
 from carlreg.objective.metrics import dice, mean_score
+from carlreg.objective.rigidity import Rigidity
 from carlreg.preparation import PreparedPair, mask_voxels, prepare_pair
 from carlreg.registration.options import PairInputs, RegisterOptions
 
@@ -41,6 +42,8 @@ class Case:
     landmarks: tuple[Matrix, Matrix] | None
     """World points (N, D) of the fixed image, and the corresponding ones of the moving image."""
     initial: WorldTransform | ItkTransform | None
+    rigid_masks: tuple[Image | None, Image | None] = (None, None)
+    """Regions of the fixed and of the moving image that do not bend, by number."""
     guide: tuple[Matrix, Matrix] | None = None
     """World points (N, D) of the fixed image, and the points of the moving image to which they are pulled."""
 
@@ -59,6 +62,10 @@ class Case:
             _labels(inputs.moving_seg, moving, "moving labels"),
             _landmarks(inputs, fixed, moving),
             _transform(inputs.initial_transform, fixed.dim),
+            (
+                _rigid(inputs.rigid_mask, fixed, "rigid mask"),
+                _rigid(inputs.moving_rigid_mask, moving, "moving rigid mask"),
+            ),
             _guide(inputs, fixed, moving),
         )
 
@@ -102,6 +109,16 @@ class Case:
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
         return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None)
 
+    def rigidity_on(self, pair: PreparedPair) -> Rigidity | None:
+        """The regions that do not bend, over the images as they were prepared."""
+        fixed, moving = self.rigid_masks
+        if fixed is None and moving is None:
+            return None
+        if moving is not None and self.initial is not None:  # the moving image was resampled by it
+            moving = world_transform.apply(self.initial, moving, self.fixed, "nearest")
+        here = None if fixed is None else _over(fixed, pair.fixed.image)
+        return Rigidity(here, None if moving is None else _over(moving, pair.moving.image))
+
     def guide_on(self, pair: PreparedPair) -> Guide | None:
         """The guide points in the unit coordinates of the images as they were prepared."""
         if self.guide is None:
@@ -128,6 +145,20 @@ def _mask(source: Any, image: Image, name: str) -> Image | None:
     mask = images.placed_like(as_image(source, name), image)
     mask_voxels(mask, image)
     return mask
+
+
+def _over(mask: Image, grid: Image) -> torch.Tensor:
+    """(1, 1, *shape): 1 inside a mask, on the voxels of another grid of the same world."""
+    resampled = world_transform.apply(lambda points: points, mask, grid, "nearest")
+    return torch.from_numpy((resampled.data != 0).astype(np.float32))[None, None]
+
+
+def _rigid(source: Any, image: Image, name: str) -> Image | None:
+    """A map of regions. It must not be empty."""
+    regions = _labels(source, image, name)
+    if regions is not None and not regions.data.any():
+        raise InputError(f"{regions.name} is empty; expected a rigid region, with voxels other than 0")
+    return regions
 
 
 def _labels(source: Any, image: Image, name: str) -> Image | None:

@@ -56,6 +56,13 @@ class PairInputs:
         Any, "Instead of --guide: points of the fixed image, in any format of landmarks.", LABELS
     ] = None
     guide_moving: Annotated[Any, "The corresponding points of the moving image, in the same order.", LABELS] = None
+    rigid_mask: Annotated[
+        Any,
+        "Regions of the fixed image, on its grid, that move but do not bend, such as a tumour or bones: each number "
+        "other than 0 is one.",
+        LABELS,
+    ] = None
+    moving_rigid_mask: Annotated[Any, "Such regions of the moving image, on its grid.", LABELS] = None
 
     def __post_init__(self) -> None:
         if self.fixed_seg is not None and self.moving_seg is None:
@@ -66,6 +73,10 @@ class PairInputs:
             raise InputError("guide points were given for one image only; expected guide_fixed and guide_moving")
         if self.guide is not None and self.guide_fixed is not None:
             raise InputError("guide and guide_fixed were both given; expected one of them")
+
+    @property
+    def has_rigid_regions(self) -> bool:
+        return self.rigid_mask is not None or self.moving_rigid_mask is not None
 
     @property
     def is_guided(self) -> bool:
@@ -159,12 +170,18 @@ class RegisterOptions:
 
     def check_guided(self) -> None:
         """Refuse options with which guide points would have no effect."""
-        expected = {"transform": ("deformable",), "optimize": ("auto", "fields")}
-        for name, values in expected.items():
-            if (value := getattr(self, name)) not in values:
-                raise InputError(f"guide was given with {name}={value!r}; expected {' or '.join(map(repr, values))}")
+        self._check_fields("guide")
         if self.io_iterations == 0:
             raise InputError("guide was given with io_iterations=0, but acts in the optimisation; expected 1 or more")
+
+    def check_rigid_regions(self) -> None:
+        """Refuse options with which regions cannot be kept from bending."""
+        self._check_fields("rigid_mask")
+
+    def _check_fields(self, given: str) -> None:
+        for name, values in (("transform", ("deformable",)), ("optimize", ("auto", "fields"))):
+            if (value := getattr(self, name)) not in values:
+                raise InputError(f"{given} was given with {name}={value!r}; expected {' or '.join(map(repr, values))}")
 
     @property
     def similarity_name(self) -> str:

@@ -25,6 +25,7 @@ from carlreg.objective.guide import Guide
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
 from carlreg.objective.metrics import inverse_consistency
+from carlreg.objective.rigidity import Rigidity
 from carlreg.preparation import PreparedPair
 from carlreg.registration.affine_search import AffineMatch, Scan, search_affine
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
@@ -94,6 +95,7 @@ def solve(
     progress: Progress,
     callback: Callable[[int, Loss], None] | None = None,
     guide: Guide | None = None,
+    rigidity: Rigidity | None = None,
 ) -> Solution:
     """Run the network, optimise its result, and turn it into a map of the world, sampled on the voxels of `grid`."""
     network, kind, steps = model.network, options.transform, options.io_iterations
@@ -121,7 +123,7 @@ def solve(
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
-        optimization = _optimize(network, maps, pair, options, over, callback, guide)
+        optimization = _optimize(network, maps, pair, options, over, callback, {"guide": guide, "rigidity": rigidity})
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -208,7 +210,7 @@ def _optimize(
     options: RegisterOptions,
     over: Way,
     callback: Callable[[int, Loss], None] | None,
-    guide: Guide | None = None,
+    demands: dict[str, Any] | None = None,
 ) -> Optimization:
     """Optimise the weights or the fields: also the fields if the GPU has too little memory for the weights."""
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
@@ -220,12 +222,12 @@ def _optimize(
             result = instance_optimize(network, moving, fixed, **common, **vars(objective))
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-            return _optimize(network, maps, pair, options, "fields", callback)
+            return _optimize(network, maps, pair, options, "fields", callback, demands)
         return Optimization(over, steps, objective.weight, None, result)
     common |= {
         "similarity": options.io_sim,
         "weight": objective.weight,
-        "guide": guide,
+        **(demands or {}),
         **_field_settings(network, pair),
     }
     grid, result = _optimize_fields(maps, pair, _field_grids(pair, options), common)
