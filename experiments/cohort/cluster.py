@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import HERE, SOURCE, bits, keep, rows, tiny
-from waiting import Wait
+from common import HERE, SOURCE, bits, keep, rows, tiny  # type: ignore[import-not-found]
+from waiting import Wait  # type: ignore[import-not-found]
 
 from carlreg.cohort.api import register_many
 from carlreg.cohort.engine import run

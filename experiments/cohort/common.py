@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from made import commit, machine
+from made import commit, machine  # type: ignore[import-not-found]
 
 from carlreg.files.atomic import write_atomically
 
@@ -44,7 +44,7 @@ def carl(*words: object, threads: int | None = None, cores: set[int] | None = No
 def seconds_of(process: subprocess.Popen[bytes], start: float) -> float:
     """Wait for a command that must not fail; the seconds since `start`."""
     if process.wait():
-        raise SystemExit(f"{process.args} failed with exit code {process.returncode}")
+        raise SystemExit(f"{process.args!r} failed with exit code {process.returncode}")
     return round(time.monotonic() - start, 2)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, carl, keep, rows, seconds_of
+from common import RESULTS, carl, keep, rows, seconds_of  # type: ignore[import-not-found]
 
 EVERY = 100
 """Milliseconds between two looks at the GPU."""

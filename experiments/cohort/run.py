@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import bits, carl, keep, rows, seconds_of, shown, tiny
+from common import bits, carl, keep, rows, seconds_of, shown, tiny  # type: ignore[import-not-found]
 
 PAIRS, KILLS, IMAGES, SEED = 40, 10, 10, 0
 CORES = {0, 1}
