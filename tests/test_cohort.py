@@ -25,6 +25,7 @@ from browser import chromium, needs_browser
 import carlreg
 from carlreg.cli import main
 from carlreg.cli.cohort import _conclude
+from carlreg.cohort.bids import find_bids_pairs
 from carlreg.cohort.check import BadPairsError
 from carlreg.cohort.folder import RESERVED, Board
 from carlreg.cohort.gallery import gallery
@@ -518,3 +519,87 @@ def test_the_gallery_in_a_browser(data: Path, tmp_path: Path) -> None:
         assert page.get("location.href").endswith("/a_to_fixed/report.html")
         assert all(request.startswith(("file:", "data:")) for request in page.requests)
         assert not page.complaints
+
+
+# ---- BIDS -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BIDS dataset: a subject with three sessions, one of them with labels, and a subject with one."""
+    root = tmp_path_factory.mktemp("bids")
+    (root / "dataset_description.json").write_text('{"Name": "raw", "BIDSVersion": "1.9.0"}')
+    for seed, name in enumerate(("sub-01/ses-1", "sub-01/ses-2", "sub-01/ses-3", "sub-02/ses-1")):
+        folder, prefix = root / name / "anat", name.replace("/", "_")
+        folder.mkdir(parents=True)
+        images.write(from_array(blob(seed)), folder / f"{prefix}_T1w.nii.gz")
+        images.write(from_array(blob(seed)), folder / f"{prefix}_T2w.nii.gz")
+        if seed < 2:
+            images.write(from_array((blob(seed) > 300).astype(np.uint8)), folder / f"{prefix}_dseg.nii.gz")
+        (folder / f"{prefix}_T1w.json").write_text("{}")
+    return root
+
+
+def test_later_sessions_are_registered_to_the_first_and_named_as_a_derivative(
+    data: Path, dataset: Path, tmp_path: Path
+) -> None:
+    assert carl(data, tmp_path, "--bids", dataset) == 0
+    assert list(rows(tmp_path)) == ["sub-01_ses-2_T1w_to_sub-01_ses-1_T1w", "sub-01_ses-3_T1w_to_sub-01_ses-1_T1w"]
+    description = json.loads((tmp_path / "dataset_description.json").read_text())
+    assert description["DatasetType"] == "derivative"
+    assert description["GeneratedBy"][0]["Name"] == "carlreg"
+    folder = tmp_path / "sub-01" / "ses-2" / "anat"
+    warped = "sub-01_ses-2_space-sub01ses1_desc-registered_T1w"
+    assert set(os.listdir(folder)) == {
+        f"{warped}.nii.gz",
+        f"{warped}.json",
+        f"{warped}.html",
+        f"{warped}.jpg",
+        "sub-01_ses-2_space-sub01ses1_dseg.nii.gz",
+        "sub-01_ses-2_from-T1w_to-sub01ses1_mode-image_xfm.h5",
+        "sub-01_ses-2_from-sub01ses1_to-T1w_mode-image_xfm.h5",
+    }
+    moving = sitk.ReadImage(str(dataset / "sub-01/ses-2/anat/sub-01_ses-2_T1w.nii.gz"))
+    fixed = sitk.ReadImage(str(dataset / "sub-01/ses-1/anat/sub-01_ses-1_T1w.nii.gz"))
+    forward = sitk.ReadTransform(str(folder / "sub-01_ses-2_from-T1w_to-sub01ses1_mode-image_xfm.h5"))
+    again = sitk.GetArrayFromImage(sitk.Resample(moving, fixed, forward, sitk.sitkLinear, 0.0, sitk.sitkFloat32))
+    written = sitk.GetArrayFromImage(sitk.ReadImage(str(folder / f"{warped}.nii.gz")))
+    inner = (slice(3, -3),) * 3
+    assert np.abs(again - written)[inner].max() < 2, "the transform called from-T1w_to-… resamples the T1w image"
+    assert {row["page"] for row in shown(tmp_path)} == {
+        f"sub-01/ses-{n}/anat/sub-01_ses-{n}_space-sub01ses1_desc-registered_T1w.html" for n in (2, 3)
+    }
+    assert carl(data, tmp_path, "--bids", dataset) == 0
+    assert {row["status"] for row in rows(tmp_path).values()} == {"was done"}
+
+
+def test_other_pairs_of_a_dataset(data: Path, dataset: Path) -> None:
+    target = data / "fixed.nii.gz"
+    names = [pair.name for pair in find_bids_pairs(dataset, fixed=target)]
+    assert names == [f"sub-{one}_T1w_to_fixed" for one in ("01_ses-1", "01_ses-2", "01_ses-3", "02_ses-1")]
+    assert len(find_bids_pairs(dataset, all_pairs=True, suffix="T2w")) == 12
+    assert all(pair.moving.name.endswith("_T2w.nii.gz") for pair in find_bids_pairs(dataset, suffix="T2w"))
+    both = find_bids_pairs(dataset)
+    assert both[0].moving_seg is not None
+    assert both[1].moving_seg is None
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--suffix", "FLAIR"], "has no image FLAIR, but T1w, T2w"),
+        (["--fixed", "x.nii", "--all-pairs"], "expected one of them"),
+        (["somewhere"], "expected a table or a folder of images, or --bids"),
+    ],
+)
+def test_wrong_usage_of_bids(
+    data: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
+) -> None:
+    assert carl(data, tmp_path / "out", "--bids", dataset, *more) in (1, 2)
+    assert expected in " ".join(capsys.readouterr().err.replace("│", "").split())
+    single = dataset.parent / "single"
+    shutil.copytree(dataset / "sub-02", single / "sub-02", dirs_exist_ok=True)
+    with pytest.raises(InputError, match=r"no subject of .* has several images"):
+        find_bids_pairs(single)
+    with pytest.raises(InputError, match="expected a BIDS dataset"):
+        find_bids_pairs(data)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,30 @@ class Source:
     fixed_seg: Annotated[Path | None, "Labels of the fixed image. By default those found beside it.", IMAGES] = None
     fixed_mask: Annotated[Path | None, "Mask of the fixed image. By default the one found beside it.", IMAGES] = None
     all_pairs: Annotated[bool, "Register every image of the folder to every other one.", "--all-pairs", IMAGES] = False
+    bids: Annotated[
+        Path | None,
+        "A BIDS dataset, instead of a table or a folder. By default, later sessions of a subject are registered to its "
+        "first one. Results are named as a derivative.",
+        IMAGES,
+    ] = None
+    suffix: Annotated[
+        str | None, "The suffix of the images of a BIDS dataset. By default T1w, or the only one.", IMAGES
+    ] = None
+
+    def pairs(self, table: Path | None) -> list[Pair]:
+        """The pairs of a table or a folder, or of the BIDS dataset."""
+        from carlreg.cohort.bids import find_bids_pairs
+        from carlreg.cohort.sources import find_pairs
+
+        given: dict[str, Any] = {"fixed": self.fixed, "fixed_seg": self.fixed_seg, "fixed_mask": self.fixed_mask}
+        if (table is None) == (self.bids is None):
+            raise typer.BadParameter("expected a table or a folder of images, or --bids with a dataset")
+        if self.bids is not None:
+            return find_bids_pairs(self.bids, suffix=self.suffix, all_pairs=self.all_pairs, **given)
+        if self.suffix is not None:
+            raise typer.BadParameter("--suffix was given without --bids; expected both, or neither")
+        assert table is not None
+        return find_pairs(table, all_pairs=self.all_pairs, **given)
 
 
 @command(
@@ -50,14 +74,14 @@ class Source:
 def cohort(
     *,
     pairs: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="A CSV file with a pair in each row, or a folder of images. Columns: fixed, moving, and optionally "
             "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, "
             "initial_transform; paths are relative to the file. In a folder, a_labels.nii.gz and a_mask.nii.gz belong "
             "to a.nii.gz."
         ),
-    ],
+    ] = None,
     out: Annotated[Path, "The folder for all results, with a folder for each pair.", "-o", OUTPUT],
     source: Source,
     how: CohortOptions,
@@ -72,16 +96,7 @@ def cohort(
     metrics of all, and index.html shows them. If the command is stopped or killed, run it again: finished pairs are
     skipped. A pair that fails is tried once more and does not stop the others; the exit code is then 1.
     """
-    from carlreg.cohort.sources import find_pairs
-
-    found = find_pairs(
-        pairs,
-        fixed=source.fixed,
-        fixed_seg=source.fixed_seg,
-        fixed_mask=source.fixed_mask,
-        all_pairs=source.all_pairs,
-    )
-    return run_cohort(found, out, model, options, how, overwrite=overwrite)
+    return run_cohort(source.pairs(pairs), out, model, options, how, overwrite=overwrite, bids=source.bids)
 
 
 def run_cohort(
@@ -93,15 +108,19 @@ def run_cohort(
     *,
     overwrite: bool,
     bad: Bad | None = None,
+    bids: Path | None = None,
 ) -> int:
     """Register pairs, report each as it is finished, and return the exit code."""
+    from functools import partial
+
     from carlreg.cohort.api import register_cohort
     from carlreg.cohort.check import BadPairsError, lines
 
     message(f"checking the files of {len(pairs)} pairs")
     with _progress() as show:
         try:
-            rows = register_cohort(pairs, out, model, options, how, overwrite=overwrite, bad=bad, progress=show)
+            work = partial(register_cohort, pairs, out, model, options, how, overwrite=overwrite, progress=show)
+            rows = work(bad=bad, bids=bids)
         except BadPairsError as error:
             for line in lines(error.problems):
                 message(line, always=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from carlreg.cohort.bids import describe, find_bids_pairs
 from carlreg.cohort.check import BadPairsError, Problems, find_problems, lines
 from carlreg.cohort.engine import run
 from carlreg.cohort.folder import RESERVED, SUMMARY, CohortFolder
@@ -65,6 +66,8 @@ def register_many(
     fixed_seg: PathLike | None = None,
     fixed_mask: PathLike | None = None,
     all_pairs: bool = False,
+    bids: bool = False,
+    suffix: str | None = None,
     workers: int | None = None,
     shard: str | None = None,
     keep: str = CohortOptions.keep,
@@ -81,9 +84,12 @@ def register_many(
     """Register many pairs, each into a folder of its own in `out`, and return a row for each, in order.
 
     `pairs` is a table of pairs, a sequence of `carlreg.files.tables.Pair`, or a folder of images: then every image is
-    registered to the `fixed` one, or every image to every other one with `all_pairs`. `options` are those of
-    `register`, such as `io_iterations`. All files are checked first; if some cannot be used, BadPairsError lists them,
-    unless `skip_bad`. A pair that fails does not stop the others: its row has the error.
+    registered to the `fixed` one, or every image to every other one with `all_pairs`. With `bids`, it is a BIDS
+    dataset: its images with this `suffix` are registered, by default those of later sessions to the subject's first
+    one, and the results are named as a derivative.
+
+    `options` are those of `register`, such as `io_iterations`. All files are checked first; if some cannot be used,
+    BadPairsError lists them, unless `skip_bad`. A pair that fails does not stop the others: its row has the error.
 
     The folder also gets `summary.csv` with all metrics, `index.html`, a gallery, and `cohort.json`, the settings. If
     the same call is made again, pairs are skipped whose folder is complete and was made from the same files; other
@@ -98,9 +104,15 @@ def register_many(
     known = {one.name for one in fields(RegisterOptions)}
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"register_many() got an unexpected keyword argument {unknown[0]!r}")
+    source = None
     if isinstance(pairs, (str, os.PathLike)):
         target, labels, mask = (None if path is None else Path(path) for path in (fixed, fixed_seg, fixed_mask))
-        pairs = find_pairs(Path(pairs), fixed=target, fixed_seg=labels, fixed_mask=mask, all_pairs=all_pairs)
+        target_files: dict[str, Any] = {"fixed": target, "fixed_seg": labels, "fixed_mask": mask}
+        source = Path(pairs)
+        if bids:
+            pairs = find_bids_pairs(source, suffix=suffix, **target_files, all_pairs=all_pairs)
+        else:
+            pairs = find_pairs(source, **target_files, all_pairs=all_pairs)
     how = CohortOptions(
         workers=workers,
         shard=shard,
@@ -112,7 +124,9 @@ def register_many(
         gpus_per_worker=gpus_per_worker,
         cpus_per_worker=cpus_per_worker,
     )
-    return register_cohort(pairs, out, model, RegisterOptions(**options), how, overwrite=overwrite, progress=progress)
+    dataset = source if bids else None
+    chosen = RegisterOptions(**options)
+    return register_cohort(pairs, out, model, chosen, how, overwrite=overwrite, progress=progress, bids=dataset)
 
 
 def register_cohort(
@@ -124,9 +138,11 @@ def register_cohort(
     *,
     overwrite: bool = False,
     bad: Bad | None = None,
+    bids: Path | None = None,
     progress: Report | None = None,
 ) -> list[Row]:
-    """`register_many`, with its arguments in two values. `bad` is by default "skip" or "refuse", as `how` says."""
+    """`register_many`, with its arguments in two values. `bad` is by default "skip" or "refuse", as `how` says. `bids`
+    is the dataset that the results are a derivative of."""
     options, how = options or RegisterOptions(), how or CohortOptions()
     folder = CohortFolder(Path(out).absolute())
     if not pairs:
@@ -156,7 +172,10 @@ def register_cohort(
         label_names,
         overwrite=overwrite,
         overwritten=overwritten,
+        bids=bids is not None,
     )
+    if bids is not None:
+        describe(folder.path, bids, RESERVED)
     names = list(dict.fromkeys(pair.name for pair in pairs))
     with folder.board(names, how.part(), failed_first=how.strict) as board:
         if overwrite:

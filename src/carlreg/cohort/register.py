@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from carlreg.cohort.bids import result_folder
 from carlreg.cohort.rows import Row, Status
 from carlreg.cohort.work import Slot
 from carlreg.errors import OVERWRITE, ExistsError
@@ -46,6 +47,8 @@ class RegisterPairs:
     overwrite: bool = False
     overwritten: bool = False
     """Replace results with another model or other options: they are of before the cohort was overwritten."""
+    bids: bool = False
+    """Name the results as a BIDS derivative."""
 
     def open(self, slot: Slot) -> Callable[[Pair], Row]:
         """Load the model; with several workers, on this worker's GPU."""
@@ -53,7 +56,7 @@ class RegisterPairs:
         return _Worker(self, replace(self.options, device=device)).register
 
     def folder(self, pair: Pair) -> ResultFolder:
-        return ResultFolder(self.out / pair.name)
+        return result_folder(self.out, pair) if self.bids else ResultFolder(self.out / pair.name)
 
     def row(self, pair: Pair, status: Status, made: Report) -> Row:
         folder = self.folder(pair)

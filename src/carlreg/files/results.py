@@ -201,10 +201,12 @@ class ResultFolder:
     """
 
     path: Path
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Other names of its files, by their usual ones; results with different names can share a folder."""
 
     def __getitem__(self, name: str) -> Path:
         """The path of one of `NAMES`."""
-        return self.path / name
+        return self.path / self.names.get(name, name)
 
     def holds_registration(self) -> bool:
         return self[TRANSFORM].is_file()
@@ -236,13 +238,14 @@ class ResultFolder:
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raise unless a result may be written here, before any work is done for it."""
-        refuse_result(self.path, REPORT, overwrite)
+        refuse_result(self.path, self[REPORT].name, overwrite)
 
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[ResultFolder]:
         """Give a folder for a new result, which replaces the old one as a whole at the end of the block."""
-        with write_together(self.path, NAMES, last=REPORT, overwrite=overwrite) as staging:
-            yield ResultFolder(staging)
+        names = [self[name].name for name in NAMES]
+        with write_together(self.path, names, last=self[REPORT].name, overwrite=overwrite) as staging:
+            yield ResultFolder(staging, self.names)
 
     def write_report(self, report: Report) -> None:
         write_atomically(self[REPORT], (json.dumps(report.to_json(), indent=2) + "\n").encode())
