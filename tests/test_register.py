@@ -254,6 +254,31 @@ def test_the_shipped_model_registers_two_synthetic_patients() -> None:
     assert result.metrics["folds_percent"] < 0.1
 
 
+def test_a_beating_heart_in_a_still_body_is_worth_registering() -> None:
+    """A map that is right about the heart and 0.4 voxels off elsewhere: over the whole image, the loss prefers the
+    unregistered images. A map that is wrong everywhere is worse than those by either measure."""
+    from carlreg import DisplacementField, lncc, warp
+    from carlreg.objective.losses import gaussian_blur
+    from carlreg.registration.similarity import mismatch
+
+    side, (big, small) = 96, (13.0, 8.0)
+    body = gaussian_blur(torch.rand(1, 1, side, side, generator=torch.Generator().manual_seed(0)), 1.5)
+    body = 0.3 + 2 * (body - body.mean()).abs()
+    index = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).float() - (side - 1) / 2
+    radius = index.norm(dim=0)
+    fixed, moving = (torch.where(radius < r, 0.9, body) for r in (big, small))
+    inward = (small / big - 1) * index * (1 - ((radius - big) / big).clamp(0, 1))
+    still = torch.full_like(index, 0.4)
+    right, wrong = (
+        DisplacementField((field / (side - 1))[None]) for field in (inward + still, 6 * torch.randn(2, 1, 1) + still)
+    )
+    unmoved = float(lncc(moving, fixed))
+    assert float(lncc(warp(moving, right, like=fixed), fixed)) > unmoved
+    before, after = mismatch(moving, fixed, right)
+    assert after < 0.8 * before
+    assert mismatch(moving, fixed, wrong)[1] > 1.1 * before
+
+
 def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     """Local correlation where it has one sign, squared where it has both, and what the user asks for always."""
     from carlreg.files.images import from_array

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from carlreg.geometry.grids import interpolate
-from carlreg.geometry.transforms import Transform
+from carlreg.geometry.transforms import Identity, Transform
 from carlreg.objective.losses import gaussian_blur, local_correlation
 from carlreg.preparation import FOREGROUND, PreparedPair
 from carlreg.registration.options import RegisterOptions
@@ -37,6 +37,26 @@ def agreement(warped: Tensor, fixed: Tensor) -> float:
     inside = gaussian_blur(((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed), WINDOW) > 0.95
     correlation = local_correlation(warped, fixed, WINDOW)[inside]
     return float(correlation.mean() / correlation.square().mean().sqrt().clamp(min=1e-6))
+
+
+@torch.no_grad()
+def mismatch(
+    moving: Tensor, fixed: Tensor, phi: Transform, *, squared: bool = False, mask: Tensor | None = None
+) -> tuple[float, float]:
+    """How badly two images match before and after the map Φ, where they do not match before: from 0 to 2. A mask of the
+    fixed image restricts the places.
+
+    One minus the local correlation, or its square where contrasts differ, is averaged with itself before the map, at
+    most 1, as the weight. A body that holds still around a beating heart does not count, though it fills most of the
+    image. Nor does a wrong map gain from such a choice of places: what it moves together is uncorrelated, and 1 is the
+    most that a place can count.
+    """
+    warped = (interpolate(moving, one.on_grid_of(fixed)) for one in (Identity(), phi))
+    before, after = (local_correlation(image, fixed, WINDOW) for image in warped)
+    before, after = (1 - (one.square() if squared else one) for one in (before, after))
+    weight = before.clamp(0, 1) * (fixed > FOREGROUND if mask is None else mask)
+    total = weight.sum().clamp(min=1e-6)
+    return float((weight * before).sum() / total), float((weight * after).sum() / total)
 
 
 def with_similarity(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> tuple[RegisterOptions, str | None]:

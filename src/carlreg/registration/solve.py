@@ -31,7 +31,7 @@ from carlreg.registration.affine_search import AffineMatch, Scan, search_affine
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
-from carlreg.registration.similarity import with_similarity
+from carlreg.registration.similarity import mismatch, with_similarity
 from carlreg.registration.watch import watched
 
 logger = logging.getLogger(__name__)
@@ -183,16 +183,10 @@ def _run(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Maps:
 def _better_unregistered(maps: Maps, pair: PreparedPair, options: RegisterOptions) -> str | None:
     """Why to prefer the unregistered images to the network's result; None if there is no reason."""
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
-    objective, identity = _objective(pair, options, "weights"), (Identity(), Identity())
-
-    @torch.no_grad()
-    def loss(candidate: Maps) -> float:
-        generator = torch.Generator(fixed.device).manual_seed(0)
-        return float(objective(*candidate, moving, fixed, generator).total)
-
-    if match_perfectly(*identity, moving, fixed):
+    if match_perfectly(Identity(), Identity(), moving, fixed):
         return "the unregistered images already match voxel by voxel: they were left as they are"
-    if loss(identity) < loss(maps):
+    before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", mask=pair.fixed.mask)
+    if before < after:
         end = "those were kept" if options.io_iterations == 0 else "optimisation started from those"
         return f"the network's result matched worse than the unregistered images; {end}"
     return None
