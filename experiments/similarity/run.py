@@ -1,7 +1,7 @@
 """Test the rule of `--io-sim auto` on kept-back training subjects: do two scans have the same contrast, and which
 similarity gives the better overlap?
 
-    python experiments/similarity/run.py /work/shared/data experiments/similarity/results/dev.json
+    python experiments/similarity/run.py DATA experiments/similarity/results/dev.json
 
 For pairs within a set, across modalities, and with the contrast of one scan changed at random, the agreement of their
 contrasts is computed from the network's maps, and the fields are optimised with each similarity, all on coarse grids.
