@@ -36,6 +36,11 @@ def why_not(device: int) -> str | None:
     return None
 
 
+def descends_on(image: Tensor) -> bool:
+    """Whether `kernels.descent` can take images like this one."""
+    return image.dtype == torch.float32 and runs_on(image)
+
+
 def sample(values: Tensor, points: Tensor, *, mirror: bool = False, add: bool = False) -> Tensor | None:
     """`kernels.sampling.sample` for up to four channels in float32, else None.
 

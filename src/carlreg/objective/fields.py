@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import fast
 from carlreg.errors import InputError, NotFiniteError
 from carlreg.fast import exact
 from carlreg.fast.precision import full_precision
@@ -263,8 +264,7 @@ class _Level:
         """GradICON on every second voxel of the moving image's field, from the first or the second one, and folds."""
         (forward, backward), side = positions, self.sides[1]
         grid, steps = side.grid.expand_as(backward), []
-        for axis, n in enumerate(backward.shape[2:]):
-            stride = 2 if n >= 2 * LEAST_SIDE else 1
+        for axis, (n, stride) in enumerate(zip(backward.shape[2:], self._strides(backward.shape[2:]), strict=True)):
             at = stride * torch.arange(n // stride, device=grid.device) + (phase if stride == 2 else 0)
             backward, grid = backward.index_select(axis + 2, at), grid.index_select(axis + 2, at)
             steps.append(stride * self.moving.stride[axis] * self.moving.spacing[axis])
@@ -278,19 +278,58 @@ class _Level:
 
     def _gradients(self, positions: Sequence[Tensor], phase: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(total, similarity, regularity), and the gradients of the total by the positions."""
-        with torch.enable_grad():
-            leaves = [at.detach().requires_grad_() for at in positions]
-            similar = torch.zeros_like(leaves[0][0, 0].sum()).detach()
-            gradients = []
-            for at, side in zip(leaves, self.sides, strict=True):
-                part = side.similarity(at)  # one image at a time, for half the memory
-                gradients.append(torch.autograd.grad(part, at)[0])
-                similar = similar + part.detach()
-            regular, folded = self._regularity(leaves, phase)
-            rest = self._total(0, regular, folded) + self._demanded(leaves)
-            more = torch.autograd.grad(rest, leaves)
-        parts = torch.stack([similar + rest.detach(), similar, regular.detach()])
-        return parts, [a + b for a, b in zip(gradients, more, strict=True)]
+        parts = [side.gradient(at) for at, side in zip(positions, self.sides, strict=True)]
+        similar, gradients = sum(part for part, _ in parts), [gradient for _, gradient in parts]
+        if self._fused:
+            regular, folded = self._add_regularity(positions, phase, gradients)
+            rest = self._total(0, regular, folded)
+            more: Sequence[Tensor] = ()
+            if self.demands:
+                guided, more = _differentiate(self._demanded, positions)
+                rest = rest + guided
+        else:
+            regular = torch.zeros_like(phase, dtype=positions[0].dtype)
+
+            def others(leaves: Sequence[Tensor]) -> Tensor:
+                found, folded = self._regularity(leaves, phase)
+                regular.copy_(found.detach())
+                return self._total(0, found, folded) + self._demanded(leaves)
+
+            rest, more = _differentiate(others, positions)
+        for gradient, other in zip(gradients, more, strict=False):
+            gradient.add_(other)
+        return torch.stack([similar + rest, similar, regular]), gradients  # type: ignore[list-item]
+
+    @functools.cached_property
+    def _fused(self) -> bool:
+        """Whether the regularity has kernels of its own."""
+        image = self.fixed.image
+        return image.dim() == 5 and len(image) == 1 and min(self.fixed.control) > 1 and fast.descends_on(image)
+
+    def _add_regularity(
+        self, positions: Sequence[Tensor], phase: Tensor, gradients: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """`_regularity`, whose gradients are added to the given ones."""
+        from carlreg.fast.kernels import descent
+
+        forward, backward = (at.contiguous() for at in positions)
+        strides = self._strides(backward.shape[2:])
+        lengths = [a * b * mm for a, b, mm in zip(strides, self.moving.stride, self.moving.spacing, strict=True)]
+        sides = zip(self.fixed.control, self.fixed.steps, strict=True)
+        ends = [max(n - 1, 1) * step for n, step in sides]
+        out, weight = (gradients[0], gradients[1]), self.settings.weight
+        size, steps = self.moving.size, self.moving.steps
+        arguments = (forward, backward, phase, strides, steps, ends, size, lengths, weight, out)
+        regular = descent.add_inverse_error(*arguments)
+        folded = torch.zeros_like(regular)
+        for at, one, gradient in zip((forward, backward), self.both, gradients, strict=True):
+            folded = folded + descent.add_folds(at, one.steps, MARGIN, self.settings.fold_weight, gradient)
+        return regular, folded
+
+    @staticmethod
+    def _strides(shape: Sequence[int]) -> list[int]:
+        """GradICON is measured on every second voxel of a field, along axes that are long enough."""
+        return [2 if n >= 2 * LEAST_SIDE else 1 for n in shape]
 
     @full_precision
     def descend(
@@ -313,13 +352,10 @@ class _Level:
             lowest.copy_(torch.where(better, parts[0], lowest))
             count.add_(1)
             pace = rate * (1 - decay * count / (steps + 1))
+            paces = torch.cat([1 - 0.999**count, pace / (1 - 0.9**count)]).to(history.dtype)
             for n, side in enumerate(self.sides):
-                best[n].copy_(torch.where(better, fields[n], best[n]))
                 gradient = side.moves_backward(gradients[n])
-                mean[n].lerp_(gradient, 0.1)
-                square[n].lerp_(gradient.square(), 0.001)
-                speed = (square[n] / (1 - 0.999**count)).sqrt_().add_(SLOW)
-                changes[n].sub_(mean[n] / speed * (pace / (1 - 0.9**count)))
+                _adam(gradient, changes[n], mean[n], square[n], fields[n], best[n], better, paces)
 
         def after(number: int) -> None:
             if callback is not None:
@@ -340,6 +376,40 @@ class _Level:
         """Whether nothing in a step waits for the GPU: other similarities with masks do, and users' functions may."""
         name, masks = self.settings.similarity, (self.fixed.mask, self.moving.mask)
         return name in ("lncc", "lncc2") or (isinstance(name, str) and masks == (None, None))
+
+
+def _differentiate(
+    function: Callable[[Sequence[Tensor]], Any], positions: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """A function of positions, and its gradients by them."""
+    with torch.enable_grad():
+        leaves = [at.detach().requires_grad_() for at in positions]
+        value = function(leaves)
+        return value.detach(), torch.autograd.grad(value, leaves, materialize_grads=True)
+
+
+def _adam(
+    gradient: Tensor,
+    change: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    field: Tensor,
+    best: Tensor,
+    better: Tensor,
+    paces: Tensor,
+) -> None:
+    """A step of Adam, in place; if the loss was `better`, the field is the best one so far. `paces` are 1 − 0.999ⁿ, and
+    the learning rate over 1 − 0.9ⁿ."""
+    if fast.descends_on(field):
+        from carlreg.fast.kernels import descent
+
+        return descent.adam(gradient, change, mean, square, field, best, better, paces, SLOW)
+    best.copy_(torch.where(better, field, best))
+    mean.lerp_(gradient, 0.1)
+    square.lerp_(gradient.square(), 0.001)
+    speed = (square / paces[0]).sqrt_().add_(SLOW)
+    change.sub_(mean / speed * paces[1])
+    return None
 
 
 def _folds(positions: Tensor, picture: Picture) -> Tensor:
@@ -382,6 +452,20 @@ class _Side:
     def similarity(self, positions: Tensor) -> Tensor:
         parts = zip(self.measures, positions.split(1), strict=True)
         return torch.stack([measure(at) for measure, at in parts]).mean()
+
+    def gradient(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The similarity, and its gradient by the positions, one item at a time, for less memory."""
+        values, gradients = [], []
+        for measure, at in zip(self.measures, positions.split(1), strict=True):
+            if isinstance(measure, Windows):
+                value, gradient = measure.gradient(at)
+            else:
+                value, (gradient,) = _differentiate(lambda leaves, one=measure: one(leaves[0]), [at])  # type: ignore[misc]
+            values.append(value)
+            gradients.append(gradient)
+        if len(values) == 1:
+            return values[0], gradients[0]
+        return torch.stack(values).mean(), torch.cat(gradients) / len(values)
 
     def moves(self, change: Tensor) -> Tensor:
         """Changes in units of the level, smoothed, in unit coordinates."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carlreg import fast
 from carlreg.errors import InputError
 from carlreg.geometry.grids import interpolate, multiply_axes, sample_at, sample_at_backward
 from carlreg.geometry.resizing import averaging, resize, resize_labels
@@ -156,6 +157,9 @@ class Windows:
         self.active = _split(seen, target.blocks).flatten(1).any(dim=1).nonzero()[:, 0]
         self.index = torch.stack(torch.unravel_index(self.active, target.blocks))
         self.images = _split(image, target.blocks)[self.active]
+        if self.fused:
+            self.padded = image.contiguous()
+            self.seen = image.new_zeros(math.prod(target.blocks), dtype=torch.uint8).index_fill_(0, self.active, 1)
 
     def chunks(self) -> list[slice]:
         """Blocks to work on at a time: on a CPU as many as its caches hold."""
@@ -173,6 +177,28 @@ class Windows:
         mean, square, product = (multiply_axes(moments, self.blur) * self.share).chunk(3, dim=1)
         variance = (square - mean**2).clamp(min=0) + EPSILON
         return (product - mean * self.mean) * self.scale * variance.rsqrt()
+
+    @functools.cached_property
+    def fused(self) -> bool:
+        """Whether `gradient` runs in kernels of its own: for one channel in 3-D, on a GPU."""
+        return self.source.shape[1] == 1 and self.source.dim() == 5 and fast.descends_on(self.source)
+
+    def gradient(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient by the positions."""
+        if not self.fused or not len(self.active):
+            with torch.enable_grad():
+                leaf = positions.detach().requires_grad_()
+                loss = self(leaf)
+                return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+        from carlreg.fast.kernels import descent
+
+        stride, block = self.target.stride, self.target.block
+        at = positions.contiguous()
+        moments = multiply_axes(descent.moments(self.source, self.padded, at, self.seen, stride, block), self.blur)
+        parts = self.share, self.mean, self.scale, self.weights
+        loss, by_moments = descent.correlate(moments, *parts, EPSILON, self.squared)
+        by_moments = multiply_axes(by_moments, self.blur)  # symmetric
+        return loss, descent.moments_backward(self.source, self.padded, at, self.seen, stride, block, by_moments)
 
     def shows(self, positions: Tensor) -> bool:
         """Whether there is anything to correlate."""

@@ -1,0 +1,200 @@
+"""Measure what `carl register` gives by default: seconds, memory, Dice, folds, and whether two runs have the same bits.
+
+    PYTHONPATH=src python benchmarks/answer.py DATA --out benchmarks/results/answer-gpu.json --work /tmp/answer
+
+DATA has `brain/val`, `abdomen/val` and `hippocampus/val`, each with NAME.nii.gz and NAME_labels.nii.gz. Dice is of the
+network alone, after optimisation of the fields on at most 96 voxels a side, and as by default, for the first `--pairs`
+pairs of neighbours in each list of subjects. Results are written after every part; `--seconds` starts nothing later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carlreg.fast.devices import choose_device
+from carlreg.files.atomic import write_atomically
+from carlreg.files.world_transform import folds_percent, jacobian_determinant
+from carlreg.geometry.transforms import Identity
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.objective.fields import optimize_fields
+from carlreg.objective.metrics import mean_score
+from carlreg.registration import solve
+from carlreg.registration.api import Alignment, align_pair
+from carlreg.registration.case import score
+from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from experiments.made import commit, machine
+
+SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
+SETS = {"brain": SUBCORTICAL, "abdomen": tuple(range(1, 14)), "hippocampus": (1, 2)}
+LIST = 20
+SIDE = 192
+RUNS = 3
+Files = tuple[Path, Path]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for results, emptied at the end")
+    parser.add_argument("--commit", help="the commit that is measured (default: of this checkout)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of each set for Dice")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no part after this time")
+    arguments = parser.parse_args()
+    begin, device = time.monotonic(), choose_device(arguments.device)
+    report: dict[str, Any] = {"commit": arguments.commit or commit(), "machine": name_of(device), "seed": 0}
+    report |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "model": arguments.model}
+    model = load_model(arguments.model, device)
+    bench = Bench(arguments.data, arguments.work, model, arguments.model, str(device), arguments.pairs)
+    report["sha256"] = model.provenance.get("sha256")
+    for name in arguments.parts:
+        for row in PARTS[name](bench):
+            report.setdefault(name, []).append(row)
+            print(name, json.dumps(row), flush=True)
+            write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
+            if time.monotonic() - begin > arguments.seconds:
+                print("out of time", flush=True)
+                shutil.rmtree(arguments.work, ignore_errors=True)
+                return
+    shutil.rmtree(arguments.work, ignore_errors=True)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else machine()
+
+
+class Bench:
+    """The pairs, and the model that registers them."""
+
+    def __init__(self, data: Path, work: Path, model: LoadedModel, name: str, device: str, count: int) -> None:
+        self.data, self.work, self.model, self.name, self.device, self.count = data, work, model, name, device, count
+
+    def files(self, name: str) -> list[Files]:
+        """(fixed, moving): each subject with the next one of the list, the last with the first."""
+        scans = sorted(p for p in (self.data / name / "val").glob("*.nii.gz") if "_labels" not in p.name)
+        return list(zip(scans, scans[1:] + scans[:1], strict=True))
+
+    def inputs(self, files: Files) -> PairInputs:
+        fixed, moving = files
+        return PairInputs(fixed=fixed, moving=moving, fixed_seg=labels_of(fixed), moving_seg=labels_of(moving))
+
+    def align(self, files: Files, steps: int | None = None, finest: int = solve.FINEST) -> tuple[Alignment, Progress]:
+        """Without results on a disk; `steps` of 0 are the network alone."""
+        work, usual = Progress(), solve.FINEST
+        options = RegisterOptions(device=self.device, io_iterations=steps, allow_identity=steps != 0)
+        solve.FINEST = finest
+        try:
+            return align_pair(self.inputs(files), self.model, options, work), work
+        finally:
+            solve.FINEST = usual
+
+    def command(self, *words: str | Path) -> float:
+        """Seconds of a whole command."""
+        every = [sys.executable, "-m", "carlreg", "register", *words, "--model", self.name, "--device", self.device]
+        begin = time.perf_counter()
+        subprocess.run([*map(str, every), "--quiet", "--overwrite"], check=True)
+        return time.perf_counter() - begin
+
+
+def labels_of(path: Path) -> Path:
+    return path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz"))
+
+
+def times(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Network and optimisation of one brain pair, with whatever is on the device already; the same bits twice."""
+    files = bench.files("brain")[0]
+    found, rows = [], []
+    for _ in range(RUNS + 1):
+        alignment, work = bench.align(files)
+        found.append(alignment.transform.displacement)
+        rows.append(work.seconds())
+    middle = {part: statistics.median(row[part] for row in rows[1:]) for part in ("network", "optimisation")}
+    same = all(np.array_equal(found[0], one) for one in found)
+    yield {"seconds": middle, "first": rows[0], "same_bits": same, "pair": [path.name for path in files]}
+
+
+def memory(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The most memory that fields of 192³ need, beside the images."""
+    if bench.device == "cpu":
+        return
+    torch.manual_seed(0)
+    fixed, moving = (torch.rand(1, 1, *(SIDE // 4,) * 3, device=bench.device) for _ in range(2))
+    fixed, moving = (torch.nn.functional.interpolate(one, (SIDE,) * 3, mode="trilinear") for one in (fixed, moving))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    optimize_fields(Identity(), Identity(), moving, fixed, steps=2, coarse_steps=2)
+    yield {"side": SIDE, "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
+
+
+def commands(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Whole commands for one brain pair: the second finds compiled kernels."""
+    fixed, moving = bench.files("brain")[0]
+    words = ("--fixed", fixed, "--moving", moving, "-o", bench.work / "one")
+    seconds = [round(bench.command(*words), 2) for _ in range(2)]
+    size = sum(path.stat().st_size for path in (bench.work / "one").rglob("*") if path.is_file())
+    yield {"first_s": seconds[0], "seconds": seconds[1], "folder_mb": round(size / 1e6, 1)}
+
+
+def lists(bench: Bench) -> Iterator[dict[str, Any]]:
+    """A list of pairs of brains, everything written."""
+    files = bench.files("brain")
+    both = [(fixed, moving) for shift in range(len(files)) for (fixed, _), (_, moving) in zip(
+        files, files[shift:] + files[:shift], strict=True) if fixed != moving][:LIST]  # fmt: skip
+    table = bench.work / "pairs.csv"
+    bench.work.mkdir(parents=True, exist_ok=True)
+    with table.open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["name", "fixed", "moving"])
+        rows.writerows(
+            [f"pair{n}", os.path.abspath(fixed), os.path.abspath(moving)] for n, (fixed, moving) in enumerate(both)
+        )
+    seconds = bench.command("--pairs", table, "-o", bench.work / "list")
+    yield {"pairs": len(both), "seconds": round(seconds, 1), "each": round(seconds / len(both), 2)}
+
+
+def dice(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Network alone, fields on at most 96 voxels a side, and the default; folds of the latter."""
+    for name, wanted in SETS.items():
+        for files in bench.files(name)[: bench.count]:
+            row: dict[str, Any] = {"set": name, "pair": [path.name for path in files]}
+            for kind, options in (("network", {"steps": 0}), ("fields_96", {"finest": 96}), ("default", {})):
+                alignment, work = bench.align(files, **options)
+                scores = score(alignment.case, alignment.before, alignment.transform)[1]
+                row[kind] = round(mean_score({k: v for k, v in scores["after"].items() if k in wanted}), 4)
+            row["before"] = round(mean_score({k: v for k, v in scores["before"].items() if k in wanted}), 4)
+            row["folds_percent"] = folds_percent(jacobian_determinant(alignment.transform, alignment.case.fixed))
+            yield row | {"seconds": work.seconds(), "warnings": work.warnings}
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
+    "times": times,
+    "memory": memory,
+    "commands": commands,
+    "dice": dice,
+    "lists": lists,
+}
+
+if __name__ == "__main__":
+    main()
