@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -52,9 +53,7 @@ def main() -> None:
         if given.tour:
             tour(page, given.folder)
         if given.site:
-            for name, size in (("docs", DESK), ("docs-phone", PHONE)):
-                show(page, (given.site / "README.html").resolve().as_uri(), size, "document.readyState === 'complete'")
-                save(name, page)
+            shoot_site(page, given.site)
 
 
 @contextmanager
@@ -122,6 +121,13 @@ def shoot_app(page: Page, server: viewer.Server) -> None:
         save(name, page)
 
 
+def shoot_site(page: Page, site: Path) -> None:
+    """The first page of the website, and one on a phone."""
+    for name, file, size in (("docs", "index.html", DESK), ("docs-phone", "docs/app.html", PHONE)):
+        show(page, (site / file).resolve().as_uri(), size, "document.readyState === 'complete'")
+        save(name, page)
+
+
 def before_and_after(folder: Path) -> None:
     """A coronal slice of both scans, and checkerboards of them before and after."""
     fixed, moving, warped = (images.read(folder / f"{name}.nii.gz") for name in ("fixed", "moving", "warped"))
@@ -158,16 +164,15 @@ def tour(page: Page, folder: Path) -> None:
     with running(app.serve()) as server:
         show(page, server.url)
         keep(2000)
-        for side in ("fixed", "moving"):
-            page.get(f"(zones.{side}.path.value = {str((folder / f'{side}.nii.gz').absolute())!r}, refresh())")
-            page.get(f"(zones.{side}.path.value = '{side}.nii.gz')")
+        paths = {side: str((folder / f"{side}.nii.gz").absolute()) for side in ("fixed", "moving")}
+        for side in paths:
+            page.get(f"fill(zones.{side}, ['{side}.nii.gz'])")
             keep(1200)
-            page.get(f"(zones.{side}.path.value = {str((folder / f'{side}.nii.gz').absolute())!r})")
-        page.get("byId('start').click()")
+        begin = "byId('job').hidden = false; refresh(); return follow(); "
+        page.get(f"(async () => {{ await request('start', {{paths: {json.dumps(paths)}}}); {begin}}})()")
         page.wait("byId('phase').textContent.startsWith('network')", 180)
-        page.get("Object.values(zones).forEach((zone) => { zone.path.value = zone.path.value.split('/').pop(); })")
         keep(1500)
-        page.wait("byId('progress').value > 20", 300)
+        page.wait("byId('progress').value > 12", 900)
         keep(1500)
         page.get("byId('cancel').click()")
     with running(viewer.serve(folder)) as server:
