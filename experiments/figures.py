@@ -375,6 +375,39 @@ def without_model() -> Iterator[Sequence[str]]:
         yield label, str(len(rows)), *scores, f"{folds:.3f}", f"{median(row['command_seconds'] for row in rows):.0f}"
 
 
+# ---- templates and atlases ------------------------------------------------------------------------------------------
+
+
+METHODS = ("majority", "local", "joint")
+
+
+@table
+def segmentation() -> Iterator[Sequence[str]]:
+    yield "subject", "one atlas", *METHODS
+    rows = result("segment/results/hippocampus.json")["val"]
+    every = []
+    for row in rows:
+        each = {one["fusion"]: one["dice"] for one in row["fusions"]}
+        every.append([mean(row["one_atlas"].values()), *(each[method] for method in METHODS)])
+        yield row["subject"].replace("_", " "), *three(every[-1])
+    yield "mean", *three(map(mean, zip(*every, strict=True)))
+
+
+@table
+def segmentation_settings() -> Iterator[Sequence[str]]:
+    """Dice of the dev subjects; the settings that were chosen are bold."""
+    report = result("segment/results/hippocampus.json")
+    rows = report["dev"]
+    yield "fusion", "settings", *(row["subject"].replace("_", " ") for row in rows), "mean"
+    shown = {"majority": (), "local": ("sigma", "power"), "joint": ("patch", "search", "alpha", "beta")}
+    for same in zip(*(row["fusions"] for row in rows), strict=True):
+        method, settings = same[0]["fusion"], same[0]["settings"]
+        text = ", ".join(f"{key} {settings[key]:g}" for key in shown[method])
+        scores = [one["dice"] for one in same]
+        chosen = report["settings"][method] == settings
+        yield f"**{method}**" if chosen else method, text, *three([*scores, mean(scores)])
+
+
 # ---- accuracy compared with other programs --------------------------------------------------------------------------
 
 PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from carlreg.atlases.fusion import FusionSettings, fuse
 from carlreg.atlases.inputs import Atlas, read_atlas
-from carlreg.atlases.options import Fusion
+from carlreg.atlases.options import Fusion, SegmentOptions
 from carlreg.atlases.segment import scaled, window_of
 from carlreg.atlases.work import RegisterEach, Task
 from carlreg.cohort.engine import run
@@ -36,7 +36,7 @@ from carlreg.cohort.work import Workers
 from carlreg.fast.devices import choose_device
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image
-from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.options import PairInputs
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -80,7 +80,9 @@ def main() -> None:
     if arguments.out.is_file():
         report = json.loads(arguments.out.read_text(encoding="utf-8"))
     device = choose_device(arguments.device)
-    options = RegisterOptions(device=arguments.device, seed=SEED, io_iterations=arguments.io_iterations)
+    options = SegmentOptions(
+        device=arguments.device, seed=SEED, io_iterations=arguments.io_iterations
+    ).register_options()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     report |= {"machine": machine(), "gpu": gpu, "seed": SEED, "torch": torch.__version__, "workers": arguments.workers}

@@ -38,15 +38,15 @@ CHUNK = {"cpu": 2**22, "cuda": 2**27}
 class FusionSettings:
     """Settings of the fusion, chosen on training subjects that were kept back."""
 
-    sigma: float = 2.0
+    sigma: float = 1.0
     """Standard deviation in voxels of the windows of the local correlation."""
-    power: float = 4.0
+    power: float = 2.0
     """The local correlation is raised to this power; a negative one counts as 0."""
     patch: int = 2
     """Voxels from the centre of a patch to its sides."""
     search: int = 1
     """An atlas votes from the best matching patch within so many voxels: registrations are not perfect."""
-    alpha: float = 0.1
+    alpha: float = 0.3
     """Added to the diagonal of M, so that equal atlases have equal weights."""
     beta: float = 2.0
     """Common differences of intensity are raised to this power to become common errors of labels."""

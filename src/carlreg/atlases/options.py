@@ -28,8 +28,9 @@ class AlignmentOptions:
     seed: Annotated[int, "Random seed: the same seed gives the same result."] = 0
 
     def register_options(self, kind: TransformKind = "deformable") -> RegisterOptions:
+        """Registrations are not judged: verdicts are calibrated for scans, not averages, and fusion weights atlases."""
         names = ("io_sim", "regularity", "device", "seed", *(["io_iterations"] if kind == "deformable" else []))
-        return RegisterOptions(transform=kind, **{name: getattr(self, name) for name in names})
+        return RegisterOptions(transform=kind, confidence="off", **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
