@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from carlreg import DisplacementField, Identity, optimize_fields, warp
 from carlreg.fast import exact
+from carlreg.files.images import Image
 from carlreg.geometry.grids import Grid, interpolate, sample_at
 from carlreg.geometry.jacobian import folding
+from carlreg.model.loaded import NoNetwork
 from carlreg.objective.fields import _Level, _Settings
 from carlreg.objective.windows import CONTRAST, EPSILON, Picture, Windows
+from carlreg.preparation import Prepared, PreparedPair
+from carlreg.registration import solve
 
 GRIDS = [((40,), (33,), (1.0,)), ((40, 37), (33, 50), (1.0, 1.0)), ((34, 18, 6), (33, 20, 9), (1.0, 1.2, 5.0))]
 SETTINGS = _Settings("lncc", 1.5, 0.75, 20.0, 1.0, 2.0, 0)
@@ -156,3 +161,22 @@ def test_where_nothing_can_be_compared_the_start_stands() -> None:
         assert result.transform.on_grid_of(image).equal(forward.on_grid_of(image))
         assert result.stopped == "where the images overlap, at least one of them is constant"
         assert result.losses == []
+
+
+@pytest.mark.parametrize(
+    ("sides", "slices", "grid", "expected"),
+    [
+        ((160, 160, 90), 2.4, (96, 96, 96), {}),
+        ((180, 180, 10), 6.0, (96, 96, 16), solve.SLICES),
+        ((36, 50, 38), 1.0, (96, 96, 96), solve.SMALL),
+    ],
+    ids=["abdomen", "heart", "hippocampus"],
+)
+def test_settings_depend_on_the_voxels_of_the_scans(
+    sides: tuple[int, ...], slices: float, grid: tuple[int, ...], expected: dict[str, Any]
+) -> None:
+    image = Image(np.zeros(sides, np.float32), np.diag([1.0, 1.0, slices, 1.0]), "scan")
+    one = Prepared(image, torch.zeros(1, 1, *grid), None, "", sides, "whole")
+    pair = PreparedPair(one, one)
+    assert solve._field_settings(torch.nn.Identity(), pair) == expected  # type: ignore[arg-type]
+    assert solve._field_settings(NoNetwork(), pair) == solve.FAR

@@ -36,50 +36,47 @@ from fields import Pair, machine_name  # type: ignore[import-not-found]
 Settings = dict[str, Any]
 WIDE: list[Settings] = [
     {},
+    {"window": 1.5},
+    {"steps": 10},
+    {"learning_rate": 0.5},
+    {"start": "affine"},
     {"levels": 5},
     {"fold_weight": 20.0},
     {"weight": 2.0},
     {"coarse_steps": 30},
-    {"steps": 10},
-    {"window": 3.0},
+    {"steps": 10, "coarse_steps": 40, "decay": 0.9},
     {"smoothing": 3.0},
-    {"start": "affine"},
-    {"decay": 0.9},
-    {"learning_rate": 0.5},
-    {"steps": 10, "decay": 0.9},
+    {"window": 1.5, "weight": 2.0},
     {"coarse_steps": 120},
     {"levels": 3},
     {"weight": 0.3},
-    {"window": 1.5},
+    {"window": 3.0},
     {"smoothing": 1.5},
     {"start": "affine", "levels": 5, "fold_weight": 20.0},
     {"learning_rate": 2.0, "decay": 0.9},
     {"similarity": "lncc2"},
     {"steps": 40},
-    {"weight": 2.0, "smoothing": 3.0},
-    {"window": 3.0, "weight": 2.0},
-    {"steps": 10, "coarse_steps": 40, "decay": 0.9},
 ]
 """For brains and abdomens, the most important first."""
 SLICES: list[Settings] = [
     {},
     {"start": "identity"},
     {"levels": 3},
-    {"levels": 5},
-    {"weight": 0.3},
-    {"weight": 2.0},
-    {"window": 3.0},
+    {"weight": 10.0},
+    {"learning_rate": 0.3},
+    {"window": 4.0},
     {"smoothing": 3.0},
-    {"fold_weight": 20.0},
-    {"decay": 0.9},
-    {"steps": 10, "decay": 0.9},
-    {"learning_rate": 0.5},
+    {"smoothing": 4.0},
+    {"smoothing": 6.0},
+    {"smoothing": 4.0, "learning_rate": 0.3},
+    {"smoothing": 4.0, "levels": 3, "window": 4.0},
+    {"smoothing": 4.0, "start": "identity"},
 ]
 """For hearts in thick slices."""
 SMALL: list[Settings] = [
-    {"levels": levels, "learning_rate": rate, **more}
-    for levels, rate in ((1, 0.1), (2, 0.1), (3, 0.1), (1, 0.3), (2, 0.3))
-    for more in ({}, {"weight": 3.0}, {"window": 3.0}, {"smoothing": 3.0})
+    {"levels": levels, "learning_rate": rate, "smoothing": smoothing}
+    for smoothing in (2.0, 4.0, 6.0, 8.0)
+    for levels, rate in ((1, 0.1), (2, 0.1), (1, 0.3))
 ]
 """For crops of the hippocampus."""
 SETTINGS = {"hippocampus": SMALL, "cardiac": SLICES}
