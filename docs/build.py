@@ -29,6 +29,7 @@ AS_THEY_ARE = {".png", ".webp", ".svg", ".json", ".jsonl"}
 
 
 def main() -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "api.py")], cwd=ROOT, check=True)
     try:
         stage()
     except ValueError as error:

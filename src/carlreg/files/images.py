@@ -232,6 +232,8 @@ def _from_memory(source: Any, name: str, choice: Choice) -> Image:
         return from_nibabel(source, choice, name=name)
     if kind == "ants":
         return _from_ants(source, name)
+    if hasattr(source, "affine") and hasattr(source, "data"):
+        return _from_channels(source, name)
     expected = "a path, an Image, an array, or an image of SimpleITK, nibabel, ANTsPy, MONAI or TorchIO"
     raise TypeError(f"{name} is a {type(source).__name__}; expected {expected}")
 

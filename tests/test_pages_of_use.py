@@ -1,0 +1,83 @@
+"""Pages that promise what they show: commands of other tools beside ours, and the reference of the library."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+
+import carlreg
+from carlreg import gradicon, save
+from carlreg.cli import main
+from carlreg.files import images
+from carlreg.files.images import Image, map_points
+
+pytest.importorskip("SimpleITK")
+from test_product import blobs, oblique
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that the page speaks of, and a small model."""
+    torch.manual_seed(0)
+    save(gradicon(3, 2, **SMALL), tmp_path / "small.safetensors", metadata={"grid": "16 16 16"})
+    affine = oblique((1.5, 1.2, 2.0), (10, -20, 30))
+    shifted = affine.copy()
+    shifted[:3, 3] += (4, -3, 2)
+    scan = blobs((20, 22, 18), affine)
+    for name, matrix in (("fixed", affine), ("moving", shifted)):
+        images.write(Image(scan.data, matrix), tmp_path / f"{name}.nii.gz")
+        for kind in ("labels", "mask"):
+            images.write(Image((scan.data > 300).astype(np.uint8), matrix), tmp_path / f"{name}_{kind}.nii.gz")
+        points = map_points(matrix, [[8.0, 9.0, 7.0], [11.0, 10.0, 9.0], [9.0, 12.0, 8.0]])
+        rows = "\n".join(",".join(map(str, point)) for point in points)
+        for file in (f"{name}.csv", *(["points.csv"] if name == "fixed" else [])):
+            (tmp_path / file).write_text(f"x,y,z\n{rows}\n", encoding="utf-8")
+    bone = np.zeros(scan.shape, np.uint8)
+    bone[6:12, 7:13, 6:11] = 1
+    images.write(Image(bone, affine), tmp_path / "bone.nii.gz")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_of_the_page_for_newcomers_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    commands = re.findall(r"\| `(carl [^`]*)` \|$", text, re.MULTILINE)
+    assert len(commands) > 20
+    for command in commands:
+        words = shlex.split(command)[1:]
+        if words[0] == "register":
+            words += ["--model", "small.safetensors", "--no-html"]
+            words += [] if "--io_iterations" in words else ["--io-iterations", "0" if "--transform" in words else "1"]
+        assert main(words) == 0, f"{command}: {capsys.readouterr().err}"
+        out = [word for flag, word in itertools.pairwise(words) if flag in ("-o", "--out")]
+        assert all((folder / name).exists() for name in out)
+    other = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert other == ["ANTs", "elastix", "uniGradICON", "FSL"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = load("api").page()
+    headings = re.findall(r"^### (\w+)$", text, re.MULTILINE)
+    assert set(carlreg.__all__) <= set(headings)
+    assert "- `warp(source, *, labels=None, inverse=False, outside=None)`: An image of the moving space" in text
+    assert (DOCS / "api.md").is_file()
