@@ -39,6 +39,7 @@ def main() -> None:
     if wrong:
         sys.exit("\n".join(wrong))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.name}/, no broken link")
+    print(f"read them from the folder; to search, too: {Path(sys.executable).name} -m http.server -d {SITE.name}")
 
 
 def stage(root: Path = ROOT, out: Path = STAGED) -> None:

@@ -3,6 +3,7 @@
 python docs/screenshots.py carl-demo/pair            # report, viewer and app, on a desk and on a phone
 python docs/screenshots.py carl-demo/pair --tour     # the animation, too: it starts a registration and cancels it
 python docs/screenshots.py carl-demo/pair --site site    # pages of the website, too, built by docs/build.py
+python docs/screenshots.py carl-demo/pair --cohort out    # the gallery of a cohort, too, written by carl cohort
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tour", action="store_true")
     parser.add_argument("--site", type=Path)
+    parser.add_argument("--cohort", type=Path)
     given = parser.parse_args()
     before_and_after(given.folder)
     with chromium(*WEBGL) as page:
@@ -54,6 +56,8 @@ def main() -> None:
             tour(page, given.folder)
         if given.site:
             shoot_site(page, given.site)
+        if given.cohort:
+            shoot_gallery(page, given.cohort)
 
 
 @contextmanager
@@ -125,6 +129,13 @@ def shoot_site(page: Page, site: Path) -> None:
     """The first page of the website, and one on a phone."""
     for name, file, size in (("docs", "index.html", DESK), ("docs-phone", "docs/app.html", PHONE)):
         show(page, (site / file).resolve().as_uri(), size, "document.readyState === 'complete'")
+        save(name, page)
+
+
+def shoot_gallery(page: Page, folder: Path) -> None:
+    for name, size in (("gallery", DESK), ("gallery-phone", PHONE)):
+        show(page, (folder / "index.html").resolve().as_uri(), size, "document.images.length > 1")
+        page.wait("Array.from(document.images).every((one) => one.complete)")
         save(name, page)
 
 

@@ -187,6 +187,11 @@ def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     assert np.abs(np.array(result["inverted"]["point"]) - result["point"]).max() < 1e-3
     for name in ("moving", "warped", "blend", "edges", "checkerboard", "difference", "grid", "jacobian", "certainty"):
         assert result["panels"]["coronal", name].std() > 0, name
+    # The blend: fixed in green, warped in magenta, so grey where they agree.
+    blend, ours, theirs = (result["panels"]["axial", name].astype(int) for name in ("blend", "fixed", "warped"))
+    inside = (theirs[..., 0] == theirs[..., 2]) & (blend[..., 1] > 0)
+    assert np.abs(blend[..., 1] - ours[..., 1])[inside].max() <= 1
+    assert np.abs(blend[..., 0] - theirs[..., 0])[inside].max() <= 1
     # A shift changes no volume: the map of it is white times the picture, and magenta nowhere.
     jacobian = result["panels"]["axial", "jacobian"].astype(int)
     assert np.abs(jacobian[..., 0] - jacobian[..., 2]).max() <= 3

@@ -259,7 +259,7 @@ function render(data, plane, which, state) {
     warped: (p) => [w[p], w[p], w[p]],
     grid: (p) => [w[p], w[p], w[p]],
     flicker: (p) => (state.flick ? [f[p], f[p], f[p]] : [w[p], w[p], w[p]]),
-    blend: (p) => [f[p] * Math.min(2 - 2 * mix, 1), w[p] * Math.min(2 * mix, 1), f[p] * Math.min(2 - 2 * mix, 1)],
+    blend: (p) => [w[p] * Math.min(2 * mix, 1), f[p] * Math.min(2 - 2 * mix, 1), w[p] * Math.min(2 * mix, 1)],
     edges: (p) => { const g = 0.85 * w[p] * (1 - ridge[p]); return [g + ridge[p], g + 0.55 * ridge[p], g]; },
     checkerboard: (p) => ((Math.floor((p % width) / square) + Math.floor(p / width / square)) % 2 === 0 ? [f[p], f[p], f[p]] : [w[p], 0.92 * w[p], 0.75 * w[p]]),
     difference: (p) => diverging(w[p] - f[p]).map((c) => c / 255),
@@ -399,7 +399,7 @@ function legend(data, view) {
   }
   if (view === "certainty") return `attention spread over ${data.certainty.low.toPrecision(3)} mm ${gradient(sequential)} ${data.certainty.high.toPrecision(3)} mm`;
   return {
-    checkerboard: "fixed in grey, warped tinted", blend: "fixed magenta, warped green: grey where they agree",
+    checkerboard: "fixed in grey, warped tinted", blend: "fixed green, warped magenta: grey where they agree",
     edges: "edges of the fixed image over the warped one", grid: "a regular grid of the moving image, deformed by the transform",
   }[view] || "";
 }

@@ -189,9 +189,9 @@ function mix(context, mode) {
   };
   if (mode === "flicker") return flick && context.drawImage(picture("fixed"), 0, 0, width, height);
   if (mode === "blend") {
-    context.drawImage(tinted("fixed", "#ff00ff"), 0, 0);
+    context.drawImage(tinted("fixed", "#00ff00"), 0, 0);
     context.globalCompositeOperation = "lighter";
-    context.drawImage(tinted("warped", "#00ff00"), 0, 0);
+    context.drawImage(tinted("warped", "#ff00ff"), 0, 0);
   } else if (mode === "difference") {
     context.drawImage(picture("fixed"), 0, 0, width, height);
     context.globalCompositeOperation = "difference";
@@ -363,7 +363,7 @@ function buildControls() {
   byId("middle").disabled = !panels.fixed;
   byId("middle").onchange = () => {
     const words = byId("middle").selectedOptions[0].textContent;
-    panels.warped.caption.textContent = { warped: TITLES.warped, blend: "blend: fixed magenta, warped green", checkerboard: "checkerboard: fixed and warped", difference: "difference of fixed and warped" }[byId("middle").value] || words;
+    panels.warped.caption.textContent = { warped: TITLES.warped, blend: "blend: fixed green, warped magenta", checkerboard: "checkerboard: fixed and warped", difference: "difference of fixed and warped" }[byId("middle").value] || words;
     panels.warped.drawScene();
   };
   setInterval(() => {
