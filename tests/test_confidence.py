@@ -36,7 +36,9 @@ from carlreg.explain import Inside
 from carlreg.files import images
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
-from carlreg.files.results import EXPECTED_ERROR, Confidence, ResultFolder
+from carlreg.files.orientation import to_closest_ras
+from carlreg.files.results import EXPECTED_ERROR, TRANSFORM, WARPED, Confidence, ResultFolder
+from carlreg.files.transform_files import read as read_transform
 from carlreg.geometry.grids import voxel_points
 from carlreg.geometry.resizing import resize
 from carlreg.geometry.transforms import Affine, DisplacementField, Identity, Transform, warp
@@ -44,7 +46,10 @@ from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.files import save
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.model.zoo import carl, xi
-from carlreg.preparation import Prepared
+from carlreg.preparation import Prepared, preprocess
+from carlreg.registration.affine_search import Scan
+from carlreg.registration.orientation_search import AXES, orientations, search_orientation
+from carlreg.synthesis.patients import patient
 
 SIDE = 32
 SIZE = [62.0, 62.0, 62.0]
@@ -305,12 +310,6 @@ def test_nothing_is_good_without_calibration_or_evidence() -> None:
     assert judge(gathered(), None, ABOUT, "why").verdict == "unknown"
 
 
-def test_a_remark_about_a_header_is_never_good() -> None:
-    found = judge(gathered(), invented(odds=-9.0), replace(ABOUT, remarks=("the moving header seems mirrored",)))
-    assert found.verdict == "doubtful"
-    assert found.reasons == ("the moving header seems mirrored",)
-
-
 def test_models_with_less_evidence_step_in() -> None:
     full, cheap = linear(("turn",), (1.0,), 50.0), linear(("disagreement",), (0.0,), -9.0)
     both = invented(failure=(full, cheap))
@@ -508,3 +507,82 @@ def test_ways_that_are_no_better_change_nothing(
     np.testing.assert_allclose(result.transform(points), plain.transform(points))
     assert plain.confidence is not None
     assert plain.confidence.tried == ()
+
+
+# ---- headers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torsos() -> tuple[Scan, Scan]:
+    """Two invented patients, on coarse voxels with axes closest to RAS."""
+    scans = []
+    for seed in (1, 2):
+        scan = patient(seed).scan((36, 30, 26), 12.0)
+        image = to_closest_ras(Image(scan.data, scan.affine))
+        tensor, _ = preprocess(image, ct_range=(-125.0, 275.0))
+        scans.append(Scan(tensor, image.spacing))
+    return scans[0], scans[1]
+
+
+@pytest.mark.parametrize("axes", [(), (0,), (1,)])
+def test_mirrored_torsos_are_named(torsos: tuple[Scan, Scan], axes: tuple[int, ...]) -> None:
+    fixed, moving = torsos
+    flipped = Scan(moving.image.flip([2 + axis for axis in axes]), moving.spacing)
+    found = search_orientation(flipped, fixed)
+    assert found.is_wrong == bool(axes)
+    if axes:
+        assert found.describe() == f"mirrored {AXES[axes[0]]}"
+        assert found.is_reflection
+    else:
+        assert found.is_given
+
+
+def test_quarter_turns_of_a_torso_are_named(torsos: tuple[Scan, Scan]) -> None:
+    fixed, moving = torsos
+    a, b, c = moving.spacing
+    found = search_orientation(Scan(moving.image.transpose(2, 3).flip(2), (b, a, c)), fixed)
+    assert found.is_wrong
+    assert not found.is_reflection
+    assert found.describe() == "turned by 90° about the axis from head to foot"
+
+
+def test_symmetric_anatomy_cannot_tell() -> None:
+    image = body()
+    symmetric = (image + image.flip(2)) / 2
+    other = (body(5) + body(5).flip(2)) / 2
+    found = search_orientation(Scan(0.7 * symmetric + 0.3 * other, (2.0,) * 3), Scan(symmetric, (2.0,) * 3))
+    assert not found.is_wrong
+    assert found.undecided == ["left to right"]
+
+
+def test_all_orientations_are_tried_once() -> None:
+    for dim, count in ((2, 8), (3, 48)):
+        turns = orientations(dim)
+        assert len({tuple(turn.flatten().tolist()) for turn in turns}) == count
+        assert torch.equal(turns.abs().sum(1), torch.ones(count, dim))
+        assert torch.equal(turns[0], torch.eye(dim))
+
+
+def test_a_mirrored_scan_is_named_and_mirrored_only_on_request(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed, moving = images.read(pair[0]), images.read(pair[1])
+    mirrored = tmp_path / "mirrored.nii.gz"
+    images.write(replace(moving, data=moving.data[:, ::-1].copy()), mirrored)
+    words = ["register", "-f", str(pair[0]), "-m", str(mirrored), "--model", "none", "--io-iterations", "0"]
+    words += ["--device", "cpu", "--no-html"]
+    assert main([*words, "-o", str(tmp_path / "as-is"), "--confidence", "full"]) == 0
+    assert "mirrored front to back" in capsys.readouterr().err
+    kept = ResultFolder(tmp_path / "as-is")
+    assert np.linalg.det(read_transform(kept[TRANSFORM]).affine) > 0
+    assert kept.read_report().orientation["seems"] == "mirrored front to back"
+    assert not kept.read_report().orientation["applied"]
+    assert main([*words, "-o", str(tmp_path / "fixed"), "--fix-orientation"]) == 0
+    assert "as --fix-orientation asks" in capsys.readouterr().err
+    done = ResultFolder(tmp_path / "fixed")
+    report = done.read_report()
+    assert report.orientation["applied"]
+    assert report.metrics["folds_percent"] < 1
+    warped = images.read(done[WARPED]).data.astype(float)
+    assert np.corrcoef(warped.ravel(), fixed.data.astype(float).ravel())[0, 1] > 0.95
+    assert main([*words[:2], str(pair[0]), "-m", str(pair[1]), *words[5:], "-o", str(tmp_path / "right")]) == 0

@@ -29,8 +29,6 @@ class Circumstances:
     transform: str = "deformable"
     dim: int = 3
     io_sim: str | None = None
-    remarks: tuple[str, ...] = ()
-    """Further reasons, such as a header that seems mirrored."""
 
 
 def find_calibration(model: LoadedModel) -> tuple[Calibration | None, str]:
@@ -56,30 +54,28 @@ def judge(gathered: Gathered, calibration: Calibration | None, about: Circumstan
         evidence = with_features(evidence, gathered.features, calibration)
     unknown = Confidence(verdict="unknown", evidence=evidence.to_json())
     if about.dim == 1:
-        return replace(unknown, reasons=("images with one axis cannot be judged", *about.remarks))
+        return replace(unknown, reasons=("images with one axis cannot be judged",))
     if about.transform != "deformable":
         reason = f"only deformable transforms can be judged, and this one is {about.transform}"
-        return replace(unknown, reasons=(reason, *about.remarks))
+        return replace(unknown, reasons=(reason,))
     if calibration is None:
-        return replace(unknown, reasons=(why, *about.remarks))
+        return replace(unknown, reasons=(why,))
     numbers = numbers_of(evidence.to_json())
     probability = calibration.probability(numbers)
     if math.isnan(probability):
-        return replace(unknown, reasons=("too little evidence could be computed", *about.remarks))
+        return replace(unknown, reasons=("too little evidence could be computed",))
     error = calibration.expected_error(numbers, evidence.extent_mm)
     verdict: Verdict = (
         "good" if probability < calibration.good else "failed" if probability > calibration.failed else "doubtful"
     )
-    if about.remarks and verdict == "good":
-        verdict = "doubtful"
     found = reasons(evidence, calibration.contributions(numbers), about) if verdict != "good" else []
-    if verdict != "good" and not found and not about.remarks:
+    if verdict != "good" and not found:
         found = ["no single number is unusual, but together they are"]
     return Confidence(
         verdict=verdict,
         expected_error_mm=error if math.isfinite(error) else None,
         failure_probability=probability,
-        reasons=(*about.remarks, *found),
+        reasons=tuple(found),
         evidence=evidence.to_json(),
     )
 

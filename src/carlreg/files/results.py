@@ -137,6 +137,8 @@ class Report:
     losses: Sequence[Mapping[str, float]] = ()
     """Total, similarity and regularity at each step of the optimisation."""
     warnings: Sequence[str] = ()
+    orientation: Mapping[str, Any] | None = None
+    """How the axes of the moving scan seem to run against those of the fixed one, if that was looked into."""
     confidence: Confidence | None = None
     """How far the result can be trusted; None if that was not asked for, and in reports of earlier versions."""
     stored_within_mm: float = 0.0

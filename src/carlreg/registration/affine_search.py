@@ -117,7 +117,7 @@ def search_affine(moving: Scan, fixed: Scan, headers: Affine | None = None, *, r
         low, high, _ = fixed.foreground()
         chosen = torch.arange(len(names), device=low.device)
         for side, steps, kept in LEVELS:
-            level = _Level.of(moving, fixed, low, high, float((high - low).amax()) / side)
+            level = Level.of(moving, fixed, low, high, float((high - low).amax()) / side)
             best = level.similarity(linear, target).topk(min(kept, len(linear))).indices
             chosen, linear, target = chosen[best], linear[best], target[best]
             linear, target = level.descend(linear, target, steps, rigid)
@@ -165,7 +165,7 @@ def _is_rotation(linear: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Level:
+class Level:
     """Two images at one resolution, and maps x ↦ A (x − centre) + target between them, in mm."""
 
     source: Tensor  # (1, 2, *shape): the moving image, and where it counts
@@ -177,7 +177,7 @@ class _Level:
     radius: Tensor  # half the largest extent
 
     @classmethod
-    def of(cls, moving: Scan, fixed: Scan, low: Tensor, high: Tensor, voxel: float) -> _Level:
+    def of(cls, moving: Scan, fixed: Scan, low: Tensor, high: Tensor, voxel: float) -> Level:
         small, other = fixed.shrink(voxel), moving.shrink(voxel)
         sizes = zip(low.tolist(), high.tolist(), small.spacing, small.image.shape[2:], strict=True)
         around = tuple(slice(max(0, int(a / mm) - 2), min(n, int(b / mm) + 4)) for a, b, mm, n in sizes)

@@ -28,7 +28,15 @@ from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.losses import Loss, Similarity
 from carlreg.preparation import PreparedPair
-from carlreg.registration.attempt import Attempt, attempt, climb, is_calibrated, rotated_back
+from carlreg.registration.attempt import (
+    Attempt,
+    attempt,
+    climb,
+    is_calibrated,
+    reoriented,
+    rotated_back,
+    with_orientation,
+)
 from carlreg.registration.case import Case, score
 from carlreg.registration.options import (
     ConfidenceLevel,
@@ -39,7 +47,13 @@ from carlreg.registration.options import (
     TransformKind,
 )
 from carlreg.registration.progress import Progress
-from carlreg.registration.record import describe_inputs, describe_options, describe_search, metric_warnings
+from carlreg.registration.record import (
+    describe_inputs,
+    describe_options,
+    describe_orientation,
+    describe_search,
+    metric_warnings,
+)
 from carlreg.registration.result import Registration, make_request, peak_memory
 from carlreg.registration.rigid_regions import make_rigid
 from carlreg.registration.solve import check_without_network
@@ -74,6 +88,7 @@ def register(
     fit_source: FitSource = DEFAULT.fit_source,
     allow_identity: bool = DEFAULT.allow_identity,
     confidence: ConfidenceLevel = DEFAULT.confidence,
+    fix_orientation: bool = DEFAULT.fix_orientation,
     certainty: bool = DEFAULT.certainty,
     nan: float | None = DEFAULT.nan,
     frame: int | tuple[int, int] | None = DEFAULT.frame,
@@ -169,7 +184,7 @@ def register_pair(
     found = align_pair(inputs, model, options, work, callback)
     made, world = found.made, found.transform
     loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
-    inverse, metrics = _invert(world, case)
+    inverse, metrics = _invert(world, case, mirrored=made.is_mirrored)
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
     spread = _spread(loaded.network, pair, work) if options.certainty else None
@@ -192,6 +207,7 @@ def register_pair(
         dice=dice,
         losses=[] if solution.optimization is None else solution.optimization.result.losses,
         warnings=work.warnings,
+        orientation=describe_orientation(made.orientation, applied=options.fix_orientation),
         confidence=made.confidence,
         request=make_request(found.asked, options, {name: one.sha256 for name, one in records.items()}),
     )
@@ -262,17 +278,26 @@ def _best(
         work.begin("look", "searching for a rotation")
         rotation, case = rotated_back(case, loaded, device)
         way = "the network after a rotation search"
+    orientation = None
+    if options.fix_orientation:
+        orientation, case = reoriented(case, work)
+        upright = case
     first = attempt(way, loaded, case, options, work, callback, device=device, rotation=rotation)
+    if orientation is not None:
+        return replace(first, orientation=orientation)
+    first = with_orientation(first, options, work, upright)
     return climb(first, options, work, callback, device=device, case=upright) if climbs else first
 
 
-def _invert(world: WorldTransform, case: Case) -> tuple[WorldTransform, dict[str, float]]:
-    """The inverse, and metrics of both maps."""
+def _invert(world: WorldTransform, case: Case, *, mirrored: bool) -> tuple[WorldTransform, dict[str, float]]:
+    """The inverse, and metrics of both maps. Where the scan was `mirrored` on purpose, folds are what was not."""
     if world.is_linear:
         exact = dict.fromkeys(("inverse_consistency_mm", "inverse_error_mm", "inverse_error_max_mm"), 0.0)
-        uniform = {"folds_percent": 100.0 * (np.linalg.det(world.affine) < 0), "sd_log_jacobian": 0.0}
+        folded = bool(np.linalg.det(world.affine) < 0) != mirrored
+        uniform = {"folds_percent": 100.0 * folded, "sd_log_jacobian": 0.0}
         return WorldTransform.linear(np.linalg.inv(world.affine)), exact | uniform
     determinants = world_transform.jacobian_determinant(world, case.fixed)
+    determinants = replace(determinants, data=-determinants.data) if mirrored else determinants
     shape = {
         "folds_percent": world_transform.folds_percent(determinants),
         "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),

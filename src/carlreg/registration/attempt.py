@@ -17,13 +17,15 @@ from carlreg.confidence.verdict import Circumstances, find_calibration, judge
 from carlreg.errors import CarlError
 from carlreg.files import world_transform
 from carlreg.files.images import Image
-from carlreg.files.results import Confidence
+from carlreg.files.results import Confidence, Verdict
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.loaded import NONE, LoadedModel, load_model
 from carlreg.objective.losses import Loss
 from carlreg.preparation import PreparedPair
+from carlreg.registration.affine_search import Scan
 from carlreg.registration.case import Case
 from carlreg.registration.options import RegisterOptions, SimilarityChoice
+from carlreg.registration.orientation_search import Orientation, search_orientation
 from carlreg.registration.progress import Progress
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
 from carlreg.registration.solve import Solution, solve
@@ -50,7 +52,16 @@ class Attempt:
     rotation: RigidMatch | None = None
     confidence: Confidence | None = None
     expected_error: Image | None = None
+    orientation: Orientation | None = None
+    """What was found about the headers, if that was looked into."""
     warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether it was asked to exchange two sides of the moving scan, and did."""
+        first, found = self.case.initial, self.orientation
+        asked = found is not None and found.is_wrong and found.is_reflection
+        return asked and isinstance(first, WorldTransform) and bool(np.linalg.det(first.affine) < 0)
 
     @property
     def probability(self) -> float:
@@ -76,7 +87,6 @@ def attempt(
     *,
     device: torch.device,
     rotation: RigidMatch | None = None,
-    remarks: Sequence[str] = (),
 ) -> Attempt:
     """Register a case, and judge the result unless that is not wanted."""
     pair = case.prepare(model, device)
@@ -85,11 +95,11 @@ def attempt(
     solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair), case.rigidity_on(pair))
     made = Attempt(way, model, case, pair, solution, rotation)
     if options.confidence != "off":
-        made = _judged(made, options, work, remarks)
+        made = _judged(made, options, work)
     return replace(made, warnings=tuple(work.warnings))
 
 
-def _judged(made: Attempt, options: RegisterOptions, work: Progress, remarks: Sequence[str]) -> Attempt:
+def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
     seconds = work.seconds()
     work.begin("confidence", "judging the result")
     model, pair, solution = made.model, made.pair, made.solution
@@ -99,11 +109,10 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress, remarks: Se
         options.transform,
         pair.fixed.image.dim,
         None if options.io_sim == "auto" or solution.optimization is None else solution.io_sim,
-        tuple(remarks),
     )
     if solution.maps is None:
         reason = f"only deformable transforms can be judged, and this one is {options.transform}"
-        return replace(made, confidence=Confidence(verdict="unknown", reasons=(reason, *remarks)))
+        return replace(made, confidence=Confidence(verdict="unknown", reasons=(reason,)))
     has_network = not model.searches_affine
     answer = Answer(
         pair,
@@ -121,6 +130,51 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress, remarks: Se
     return replace(made, confidence=confidence, expected_error=errors)
 
 
+# ---- headers --------------------------------------------------------------------------------------------------------
+
+
+def find_orientation(case: Case) -> tuple[Orientation, PreparedPair]:
+    """How the axes of the moving scan seem to run against those of the fixed one, on coarse images; and these."""
+    pair = case.prepare(load_model(NONE, "cpu"), torch.device("cpu"), masks=False)
+    fixed, moving = (Scan(one.tensor, one.spacing(one.tensor.shape[2:])) for one in pair)
+    return search_orientation(moving, fixed), pair
+
+
+def reoriented(case: Case, work: Progress) -> tuple[Orientation, Case]:
+    """The case with the moving scan the way it seems to lie, by the initial transform."""
+    work.begin("orientation", "looking into the headers")
+    found, pair = find_orientation(case)
+    if not found.is_wrong:
+        return found, case
+    work.warn(f"the moving scan was registered as if {found.describe()}, as --fix-orientation asks")
+    unit = np.eye(case.fixed.dim + 1)
+    unit[:-1] = found.unit.matrix[0].double().numpy()
+    world = WorldTransform.linear(pair.moving.image.unit_to_world() @ unit @ pair.fixed.image.world_to_unit())
+    initial = world if case.initial is None else world_transform.compose(case.initial, world, case.fixed)
+    return found, replace(case, initial=initial)
+
+
+def with_orientation(made: Attempt, options: RegisterOptions, work: Progress, case: Case) -> Attempt:
+    """Look into the headers if the verdict is not good, or if all evidence is wanted. What seems mirrored is never
+    good, and stays as it is."""
+    judged = made.confidence
+    if judged is None or case.fixed.dim not in (2, 3) or case.initial is not None:
+        return made
+    if options.confidence != "full" and judged.verdict not in ("doubtful", "failed"):
+        return made
+    work.begin("orientation", "looking into the headers")
+    found, _ = find_orientation(case)
+    made = replace(made, orientation=found)
+    if not found.is_wrong:
+        return made
+    text = f"the moving header seems wrong, or the fixed one: {found.describe()}; check it, or give --fix-orientation"
+    work.warn(text)
+    if not found.is_reflection:
+        return made  # a rotation, which may be found
+    doubt: Verdict = "doubtful" if judged.verdict == "good" else judged.verdict
+    return replace(made, confidence=replace(judged, verdict=doubt, reasons=(text, *judged.reasons)))
+
+
 # ---- the ladder -----------------------------------------------------------------------------------------------------
 
 
@@ -132,18 +186,19 @@ def climb(
     *,
     device: torch.device,
     case: Case,
-    remarks: Sequence[str] = (),
 ) -> Attempt:
     """The first attempt if its verdict is good; otherwise, the best of it and of further ways, tried until one is
     good: after a search for a rotation, with another similarity, and without a network."""
     if first.confidence is None or first.confidence.verdict not in ("doubtful", "failed"):
         return first
+    if first.orientation is not None and first.orientation.is_wrong and first.orientation.is_reflection:
+        return first  # no other way can mend that
     work.begin("ladder", "trying other ways")
     best, tried = first, [_described(first)]
     for way in _rungs(first, options, case, device):
         part = Progress(work.report, work.advance)
         try:
-            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation, remarks=remarks)
+            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation)
         except CarlError as error:
             logger.info("%s: %s", way.arguments[0], error)
             continue
@@ -155,7 +210,8 @@ def climb(
         assert first.confidence is not None
         work.warn(f"{first.way} was judged {first.confidence.verdict}; the result is that of {best.way}")
     assert best.confidence is not None
-    return replace(best, confidence=replace(best.confidence, tried=tuple(tried)))
+    judged = replace(best.confidence, tried=tuple(tried))
+    return replace(best, confidence=judged, orientation=first.orientation)
 
 
 @dataclass(frozen=True, eq=False)

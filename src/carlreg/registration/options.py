@@ -131,6 +131,13 @@ class RegisterOptions:
         "time. full: by all evidence. off: not at all; then no other ways are tried either.",
         QUALITY,
     ] = "auto"
+    fix_orientation: Annotated[
+        bool,
+        "If the moving scan seems mirrored, or turned by quarter turns, because of a wrong header, register it the "
+        "other way round. Without this, no result is ever mirrored.",
+        "--fix-orientation",
+        ADVANCED,
+    ] = False
     certainty: Annotated[
         bool, "Show in report.html how certain the network is of its matches: quick on a GPU, slow elsewhere.", OUTPUT
     ] = False

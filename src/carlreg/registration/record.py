@@ -17,6 +17,7 @@ from carlreg.preparation import Prepared, PreparedPair
 from carlreg.registration.affine_search import AffineMatch
 from carlreg.registration.case import Case
 from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.orientation_search import Orientation
 from carlreg.registration.rotation_search import RigidMatch
 from carlreg.registration.solve import Solution
 
@@ -74,6 +75,19 @@ def describe_search(match: RigidMatch | AffineMatch | None) -> dict[str, Any] | 
         "likeness": round(match.correlation, 4),
         "likeness_upright": round(match.upright_correlation, 4),
         "turned_back": match.is_rotated,
+    }
+
+
+def describe_orientation(found: Orientation | None, *, applied: bool) -> dict[str, Any] | None:
+    """How the axes of the moving scan seem to run; None if that was not looked into."""
+    if found is None:
+        return None
+    return {
+        "seems": found.describe() if found.is_wrong else "as in its header",
+        "applied": applied and found.is_wrong,
+        "likeness": round(found.similarity, 4),
+        "likeness_as_given": round(found.given_similarity, 4),
+        "cannot_tell": found.undecided,
     }
 
 
