@@ -35,7 +35,7 @@ from carlreg.confidence.verdict import Circumstances, find_calibration, judge
 from carlreg.explain import Inside
 from carlreg.files import images
 from carlreg.files.checksums import sha256
-from carlreg.files.images import Image
+from carlreg.files.images import Image, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.results import EXPECTED_ERROR, TRANSFORM, WARPED, Confidence, ResultFolder
 from carlreg.files.transform_files import read as read_transform
@@ -507,6 +507,28 @@ def test_ways_that_are_no_better_change_nothing(
     np.testing.assert_allclose(result.transform(points), plain.transform(points))
     assert plain.confidence is not None
     assert plain.confidence.tried == ()
+
+
+def test_warp_points_adds_the_expected_error(pair: tuple[Path, Path], small: Path, tmp_path: Path) -> None:
+    calibrate(small, odds=-4.0, **LOCAL)
+    result = register(fixed=pair[0], moving=pair[1], model=small, device="cpu", io_iterations=0)
+    assert result.expected_error is not None
+    out, points = result.save(tmp_path / "out"), tmp_path / "points.csv"
+    at = np.array([[20.0, 30.0, 30.0], [40.0, 20.0, 36.0]])
+    points.write_text("name,x,y,z\na,20,30,30\nb,40,20,36\n")
+    words = ["warp-points", "-p", str(points), "-t", str(out), "--from", "fixed", "-o", str(tmp_path / "moved.csv")]
+    assert main(words) == 0
+    rows = list(csv.DictReader((tmp_path / "moved.csv").open(encoding="utf-8")))
+    index = np.rint(map_points(np.linalg.inv(result.expected_error.affine), at)).astype(int)
+    expected = result.expected_error.data[tuple(index.T)]
+    assert [float(row["expected_error_mm"]) for row in rows] == pytest.approx(expected.tolist(), abs=0.01)
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert float(rows[0]["x"]) == pytest.approx(float(result.transform(at)[0, 0]), abs=0.02)
+    back = ["warp-points", "-p", str(tmp_path / "moved.csv"), "-t", str(out), "--from", "moving"]
+    assert main([*back, "-o", str(tmp_path / "back.txt")]) == 1  # another ending
+    (out / EXPECTED_ERROR).unlink()
+    assert main([*words[:-1], str(tmp_path / "plain.csv")]) == 0
+    assert (tmp_path / "plain.csv").read_text().startswith("name,x,y,z\n")
 
 
 # ---- headers --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 from carlreg.cli._options import command
 from carlreg.cli._shared import IMAGES, Overwrite, check_new, message, working
 from carlreg.errors import InputError
-from carlreg.files.results import INVERSE, REPORT, TRANSFORM, WARPED, ResultFolder
+from carlreg.files.results import EXPECTED_ERROR, INVERSE, REPORT, TRANSFORM, WARPED, ResultFolder
 
 if TYPE_CHECKING:
     from carlreg.files.images import Image
@@ -95,7 +95,8 @@ def warp_points(
     """Map points from one image to the other, in world millimetres.
 
     Points of the fixed image go through the transform, points of the moving image through its inverse, which is
-    computed at each point. Everything else in the file is kept.
+    computed at each point. Everything else in the file is kept. A text file gets the column expected_error_mm if the
+    result folder has a map of expected errors.
     """
     check_new(out, overwrite)
     import numpy as np
@@ -121,7 +122,25 @@ def warp_points(
         raise InputError(f"{transform[0]} cannot be inverted; give the transform of the other direction, --from fixed")
     if not np.isfinite(moved).all():
         raise InputError(f"{transform[0]} maps points of {points} to infinity; expected a transform of these images")
-    write_points(source, moved, out, overwrite=overwrite)
+    column = None
+    errors = _expected_errors(transform, source.positions if side == "fixed" else moved)
+    if errors is not None:
+        message(f"expected error: {errors.mean():.1f} mm on average, {errors.max():.1f} mm at most")
+        column = ("expected_error_mm", errors.tolist()) if source.ending in (".csv", ".tsv", ".txt") else None
+    write_points(source, moved, out, overwrite=overwrite, column=column)
+
+
+def _expected_errors(paths: list[Path], fixed_points: Any) -> Any:
+    """The expected error at points of the fixed image in mm, if one result folder is given and has a map of it."""
+    if len(paths) != 1 or not (path := ResultFolder(paths[0])[EXPECTED_ERROR]).is_file():
+        return None
+    import numpy as np
+
+    from carlreg.files.images import map_points, read
+
+    errors = read(path)
+    index = np.rint(map_points(np.linalg.inv(errors.affine), fixed_points)).astype(int)
+    return errors.data[tuple(index.clip(0, np.array(errors.shape) - 1).T)].astype(float)
 
 
 def _warn_if_outside(source: Points, paths: list[Path], mapping: Any, inverse: bool) -> None:

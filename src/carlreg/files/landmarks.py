@@ -23,6 +23,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -107,15 +108,24 @@ def read_correspondences(path: PathLike, fixed: Image, moving: Image) -> tuple[M
     return here, there
 
 
-def write_points(points: Points, positions: Matrix, path: PathLike, *, overwrite: bool = False) -> None:
-    """Write the file that `points` came from with other positions (N, D), LPS. It appears whole or not at all."""
+def write_points(
+    points: Points,
+    positions: Matrix,
+    path: PathLike,
+    *,
+    overwrite: bool = False,
+    column: tuple[str, Sequence[float]] | None = None,
+) -> None:
+    """Write the file that `points` came from with other positions (N, D), LPS. It appears whole or not at all.
+
+    `column` is the name of a further column of a text file, and its N numbers.
+    """
     if not Path(path).name.lower().endswith(points.ending):
         raise PointsError(f"{path} should end in {points.ending}, like the file that the points came from")
     if positions.shape != points.positions.shape:
         raise PointsError(f"{positions.shape} points cannot replace {points.positions.shape}; expected the same number")
-    text = (_json_text if points.ending == ".mrk.json" else _rows_text)(
-        points, positions * _sign(points.space, positions.shape[1])
-    )
+    placed = positions * _sign(points.space, positions.shape[1])
+    text = _json_text(points, placed) if points.ending == ".mrk.json" else _rows_text(points, placed, column)
     write_atomically(path, text.encode(), overwrite=overwrite)
 
 
@@ -198,18 +208,20 @@ def _fcsv_settings(path: Path, lines: list[str]) -> tuple[Space, tuple[int, ...]
     return known[system], tuple(names.index(axis) for axis in "xyz")
 
 
-def _rows_text(points: Points, positions: Matrix) -> str:
+def _rows_text(points: Points, positions: Matrix, column: tuple[str, Sequence[float]] | None = None) -> str:
     out = io.StringIO()
+    header, more = min(points.rows, default=0) - 1, iter(() if column is None else column[1])
     writer = csv.writer(out, delimiter=points.separator, lineterminator="\n")
     left = iter(positions)
     for number, line in enumerate(points.source):
         if number not in points.rows:  # a header, a comment or an empty line
-            out.write(f"{line}\n")
+            named = column is not None and number == header and line.strip() and not line.lstrip().startswith("#")
+            out.write(f"{line}{points.separator}{column[0]}\n" if column is not None and named else f"{line}\n")
             continue
         cells = list(points.rows[number])
-        for column, value in zip(points.columns, next(left), strict=True):
-            cells[column] = f"{value:.6f}"
-        writer.writerow(cells)
+        for cell, value in zip(points.columns, next(left), strict=True):
+            cells[cell] = f"{value:.6f}"
+        writer.writerow(cells if column is None else [*cells, f"{next(more):.2f}"])
     return out.getvalue()
 
 
