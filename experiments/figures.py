@@ -77,6 +77,90 @@ def torture() -> Iterator[Sequence[str]]:
     yield "all", f"{cases:,}".replace(",", " "), str(failures), ""
 
 
+# ---- confidence -----------------------------------------------------------------------------------------------------
+
+EVIDENCE = {
+    "network_disagreement": "disagreement of the network's two directions",
+    "disagreement": "disagreement of the two directions after optimisation",
+    "turn": "certificate, turned: median",
+    "turn_95": "certificate, turned: 95th percentile",
+    "shift": "certificate, shifted: median",
+    "shift_95": "certificate, shifted: 95th percentile",
+    "spread": "spread of attention",
+    "entropy": "entropy of attention",
+    "kinship": "kinship of the two scans' features",
+    "novelty": "novelty of the features",
+    "dissimilarity": "similarity",
+    "no_excess": "similarity against wrong alignments",
+    "contrast": "agreement of contrasts",
+    "uncovered": "coverage of the fixed image",
+    "no_overlap": "overlap of the outlines",
+    "folds": "folds",
+    "extreme": "extreme changes of volume",
+    "volume": "deviation of the change of volume",
+    "moved": "how far optimisation moved the answer",
+    "gain": "loss removed by optimisation",
+}
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+@table
+def confidence_promises() -> Iterator[Sequence[str]]:
+    found = result("confidence/results.json")
+    same, verdicts, scores = found["same_anatomy"], found["verdicts"], found["auroc"]
+    yield "on validation pairs", "wanted", "measured"
+    yield "pairs, of which failed", "400", f"{found['pairs_tested']}, {found['failures']}"
+    yield "pairs of the same anatomy, of which failed", "60 failed", f"{same['pairs']}, {same['failures']}"
+    yield "AUROC for failure, kinds left out", "0.97", f"{scores['kinds_left_out']:.3f}"
+    yield "the same, same anatomy", "0.90", f"{scores['kinds_left_out_same_anatomy']:.3f}"
+    yield "the same, cheap evidence alone", "", f"{scores['cheap']:.3f}"
+    yield "failures found at 5 % false alarms", "95 %", share(found["found_at_5_percent_false_alarms"])
+    yield "failures among good", "at most 5 %", f"{share(verdicts['failures_among_good'])} of {verdicts['good']}"
+    yield (
+        "failures among failed",
+        "at least 80 %",
+        f"{share(verdicts['failures_among_failed'])} of {verdicts['failed']}",
+    )
+    yield "doubtful among intact pairs", "at most 15 %", share(verdicts["doubtful_among_plain"])
+    seconds = found["seconds"]
+    yield "time of all evidence, of the registration's", "25 %", share(seconds["evidence"] / seconds["registration"])
+
+
+@table
+def confidence_kinds() -> Iterator[Sequence[str]]:
+    yield "kind of pair", "pairs", "failures", "good", "doubtful", "failed"
+    for kind, counts in result("confidence/results.json")["kinds"].items():
+        yield kind, *(str(counts[name]) for name in ("pairs", "failures", "good", "doubtful", "failed"))
+
+
+@table
+def confidence_error() -> Iterator[Sequence[str]]:
+    yield "pairs", "expected, mm", "true, mm"
+    found = result("confidence/results.json")["error"]
+    for one in found["bins"]:
+        yield str(one["pairs"]), f"{one['expected_mm']:.1f}", f"{one['true_mm']:.1f}"
+    yield f"rank correlation over {found['pairs']}", f"{found['rank_correlation']:.2f}", ""
+
+
+@table
+def confidence_map() -> Iterator[Sequence[str]]:
+    yield "truth", "pairs", "rank correlation"
+    for truth, one in result("confidence/results.json")["map"].items():
+        yield truth, str(one["pairs"]), f"{one['rank_correlation']:.2f}"
+
+
+@table
+def confidence_alone() -> Iterator[Sequence[str]]:
+    yield "evidence", "all pairs", "same anatomy"
+    found = result("confidence/results.json")["alone"]
+    for name, words in EVIDENCE.items():
+        numbers = (found[name][key] for key in ("all", "same_anatomy"))
+        yield words, *("–" if value is None else f"{value:.2f}" for value in numbers)
+
+
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
