@@ -26,6 +26,7 @@ from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.results import PAGE
 from carlreg.files.world_transform import PointMap
 from carlreg.model.algorithms import RegistrationAlgorithm
+from carlreg.model.loaded import load_model
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.registration.api import register_pair
 from carlreg.registration.options import PairInputs, RegisterOptions
@@ -151,12 +152,13 @@ def run(
     started = time.perf_counter()
     report: dict[str, Any] = {"seed": seed, "size": size, "quick": quick, "shift_mm": list(SHIFT)}
     options = RegisterOptions(io_iterations=0 if quick else None, optimize="fields", device=device, seed=seed)
+    loaded = replace(load_model(model, device), climbs=False)  # both pairs are to be registered in the same way
     pairs, results = {}, {}
     for name, (description, shift) in CASES.items():
         say(f"{description}: drawing")
         pair = pairs[name] = make_pair(seed, size, shift=shift)
         say(f"{description}: registering")
-        result = results[name] = register_pair(PairInputs(fixed=pair.fixed, moving=pair.moving), model, options)
+        result = results[name] = register_pair(PairInputs(fixed=pair.fixed, moving=pair.moving), loaded, options)
         report[name] = {
             "before": pair.score(lambda points: points),
             "after": pair.score(result.transform),
