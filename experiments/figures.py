@@ -492,6 +492,29 @@ def segmentation_settings() -> Iterator[Sequence[str]]:
         yield f"**{method}**" if chosen else method, text, *three([*scores, mean(scores)])
 
 
+@table
+def guide() -> Iterator[Sequence[str]]:
+    yield (
+        "model",
+        "fixed, moving",
+        "organ",
+        "clicks before, mm",
+        "after",
+        "its Dice",
+        "after",
+        "other organs",
+        "after",
+        "folds, %",
+    )
+    for name in ("val", "val-base-5"):
+        made = result(f"guide/results/{name}.json")
+        for row in made["rows"]:
+            clicks = (", ".join(f"{mm:.1f}" for mm in row["clicks"][f"{when}_mm"]) for when in ("before", "after"))
+            scores = three(score for key in ("organ_dice", "others_dice") for score in row[key])
+            pair = f"{row['fixed']}, {row['moving']}"
+            yield made["model"], pair, row["organ"], *clicks, *scores, f"{row['folds_percent'][1]:.3f}"
+
+
 # ---- accuracy compared with other programs --------------------------------------------------------------------------
 
 PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
