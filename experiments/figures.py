@@ -712,6 +712,102 @@ def capture_radius() -> Iterator[Sequence[str]]:
         yield name, *(f"{curve['share_towards_0'][radius]:.2f}" for radius in radii)
 
 
+def cohorts() -> Any:
+    """The measured parts of cohorts; those that were not measured yet are absent."""
+    return result("cohort/results.json")
+
+
+@table
+def cohort_shown() -> Iterator[Sequence[str]]:
+    held = cohorts()
+    yield "", "measured"
+    if ways := held.get("timing", {}):
+        one, both = (f"{ways[f'two_workers_against_{name}']:.2f}" for name in ("one_thread", "two_threads"))
+        pairs = f"{ways['pairs']} hippocampus pairs, two cores"
+        yield pairs, f"two workers are {one} × as fast as one with one thread, {both} × as one with two threads"
+    if kills := held.get("kills"):
+        bits = "the same bits as" if kills["same_bits"] else "OTHER bits than"
+        whole = "always whole" if kills["summary_and_gallery_always_whole"] else "NOT always whole"
+        what = (
+            f"{kills['finished']} done, {kills['registered_twice']} of them twice; summary and gallery {whole}; {bits}"
+        )
+        yield f"{kills['pairs']} pairs, killed {kills['kills']} times", f"{what} an unbroken run"
+    if deaths := held.get("ray_deaths"):
+        for name, words in (("node", f"{deaths['node']['nodes']} nodes, one killed"), ("driver", "driver killed")):
+            part = deaths[name]
+            done = part.get("done", part.get("finished"))
+            bits = "the same bits as" if part["same_bits"] else "OTHER bits than"
+            twice = f", {part['registered_twice']} of them twice" if "registered_twice" in part else ""
+            yield f"Ray: {deaths['pairs']} pairs, {words}", f"{done} done{twice}; {bits} on one machine"
+    if memory := held.get("ray_memory"):
+        first, last = memory["resident"][0], memory["resident"][-1]
+        texts = [
+            f"{who} {first[key]:.0f} MB after {first['pairs']:.0f} pairs, {last[key]:.0f} MB after {last['pairs']:.0f}"
+            for who, key in (("driver", "driver_mb"), ("largest worker", "worker_mb"))
+        ]
+        yield f"Ray: {memory['pairs']} tiny pairs", f"{memory['done']} done; {'; '.join(texts)}"
+    for run in held.get("gpu", {}).get("runs", []):
+        workers = f"{run['workers']} worker{'s' if run['workers'] > 1 else ''}"
+        busy = "" if run["gpu_busy_percent"] is None else f", GPU busy {run['gpu_busy_percent']:.0f} % of the time"
+        yield (
+            f"{held['gpu']['gpu']}: {run['pairs']} brain pairs, {workers}",
+            f"{run['pairs_per_minute']} a minute{busy}",
+        )
+
+
+@table
+def cohort_costs() -> Iterator[Sequence[str]]:
+    costs = cohorts()["costs"]
+    yield "", "measured"
+    yield "Ray: give a task to a worker and take its answer", f"{costs['ray_ms_per_task']:.2f} ms"
+    yield "processes: the same", f"{costs['processes_ms_per_task']:.2f} ms"
+    yield "size of a task and of its answer", f"{costs['task_bytes']} and {costs['answer_bytes']} bytes"
+    yield "write a line of the journal", f"{costs['journal_ms_per_pair']:.2f} ms"
+    both = f"{costs['summary_mb']} MB and {costs['gallery_mb']} MB"
+    rows = f"{costs['rows']:,}".replace(",", " ")
+    yield f"make summary and gallery of {rows} pairs", f"{costs['summary_and_gallery_s']:.1f} s, {both}"
+    for part in costs["scaling"]:
+        workers = f"{part['workers']} worker{'s' if part['workers'] > 1 else ''}"
+        yield (
+            f"Ray: tasks that wait {costs['wait_seconds']} s, {workers}",
+            f"{100 * part['of_ideal']:.0f} % of the ideal rate",
+        )
+
+
+@table
+def cohort_arithmetic() -> Iterator[Sequence[str]]:
+    held, pairs, gpus = cohorts(), 100_000, 100
+    costs, runs = held["costs"], held.get("gpu", {}).get("runs", [])
+    best = max(runs, key=lambda run: run["pairs_per_minute"], default=None)
+    rate = 60.0 if best is None else best["pairs_per_minute"]
+    minutes, per_second = pairs / (gpus * rate), gpus * rate / 60
+    driver = (costs["ray_ms_per_task"] + costs["journal_ms_per_pair"]) / 1000
+    traffic = (costs["task_bytes"] + costs["answer_bytes"]) / 1000
+    source = "assumed, not measured" if best is None else f"measured, {best['workers']} workers on a GPU"
+    yield "", "arithmetic", "result"
+    yield "pairs per minute and GPU", source, f"{rate:.0f}"
+    yield "time", f"100 000 / (100 × {rate:.0f} per minute)", f"{minutes:.1f} min"
+    yield "pairs per second in all", f"100 × {rate:.0f} / 60", f"{per_second:.0f}"
+    yield "driver, time per pair", "Ray's answer and a line of the journal", f"{1000 * driver:.2f} ms"
+    yield (
+        "driver, share of its time",
+        f"{per_second:.0f} per second × {1000 * driver:.2f} ms",
+        f"{100 * per_second * driver:.0f} %",
+    )
+    yield "driver, most pairs per second", f"1 / {1000 * driver:.2f} ms", f"{1 / driver:.0f}"
+    yield "through Ray", f"{per_second:.0f} per second × {traffic:.2f} kB", f"{per_second * traffic:.0f} kB/s"
+    yield "journal", f"100 000 × {costs['answer_bytes']} bytes", f"{pairs * costs['answer_bytes'] / 1e6:.0f} MB"
+    if best is not None and "mb_read" in best:
+        read, written = best["mb_read"], best["mb_written"]
+        yield "file system, reading", f"{per_second:.0f} per second × {read} MB", f"{per_second * read / 1000:.2f} GB/s"
+        yield (
+            "file system, writing",
+            f"{per_second:.0f} per second × {written} MB",
+            f"{per_second * written / 1000:.2f} GB/s",
+        )
+        yield "disk space", f"100 000 × {written} MB", f"{pairs * written / 1e6:.2f} TB"
+
+
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 

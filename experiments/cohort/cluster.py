@@ -47,6 +47,7 @@ TASKS, SECONDS = 25, 0.5
 def cluster(nodes: int, cores: int) -> Iterator[Any]:
     """A head without cores, and so many nodes with so many (logical) cores each."""
     os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, str(HERE)])  # of the workers
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (start no more processes than are needed)
     import ray
     from ray.cluster_utils import Cluster
 
@@ -179,11 +180,11 @@ def costs(work: Path) -> None:
     pair = Pair(
         "subject-0001_to_template", Path("/data/study/template.nii.gz"), Path("/data/study/subject-0001.nii.gz")
     )
-    pairs = [pair] * 2000
+    pairs = [pair] * 1000
     scaling = []
-    with cluster(nodes=4, cores=16) as made:
-        nothing = _seconds(Wait(0.0), pairs, Workers(ray=made.address, count=4))
-        for count in (1, 2, 4, 8, 16):
+    with cluster(nodes=2, cores=4) as made:
+        nothing = _seconds(Wait(0.0), pairs, Workers(ray=made.address, count=2))
+        for count in (1, 2, 4, 8):
             tasks = pairs[: TASKS * count]
             seconds = _seconds(Wait(SECONDS), tasks, Workers(ray=made.address, count=count))
             rate = len(tasks) / seconds

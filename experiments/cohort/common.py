@@ -25,7 +25,8 @@ SOURCE = str(HERE.parent.parent / "src")
 def keep(part: str, values: dict[str, Any], **more: Any) -> None:
     """Add a part to the file of results, with its commit and its machine."""
     held = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    held[part] = {"commit": commit(), "machine": machine(), **more, **values}
+    load = round(os.getloadavg()[0], 1)  # an idle machine has 0 before it is measured, and the work itself now
+    held[part] = {"commit": commit(), "machine": machine(), "load_average": load, **more, **values}
     write_atomically(RESULTS, (json.dumps(held, indent=2) + "\n").encode())
     print(json.dumps({part: held[part]}, indent=2))
 

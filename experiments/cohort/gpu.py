@@ -65,11 +65,18 @@ def measure(data: Path, out: Path, workers: int) -> dict[str, Any]:
         "pairs_per_minute": round(60 * (len(ends) - 1) / steady, 1),
         "gpu_busy_percent": round(statistics.mean(busy), 1) if busy else None,
         "dice_after": round(statistics.mean(float(row["dice_after"]) for row in table), 4),
+        "mb_read": round(statistics.mean(_megabytes(report) for report in reports), 2),
+        "mb_written": round(sum(path.stat().st_size for path in out.glob("*/*")) / len(table) / 1e6, 2),
         "seconds": {
             part: round(statistics.mean(report["seconds"].get(part, 0.0) for report in reports), 3)
             for part in sorted(parts)
         },
     }
+
+
+def _megabytes(report: dict[str, Any]) -> float:
+    """The size of a pair's input files."""
+    return sum(Path(one["path"]).stat().st_size for one in report["inputs"].values()) / 1e6
 
 
 def main() -> None:

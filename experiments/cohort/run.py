@@ -4,7 +4,7 @@
     python experiments/cohort/run.py timing ../shared/data/hippocampus/val WORK    # on an idle machine; half an hour
 
 `timing` registers 40 pairs of hippocampus scans three times: by one worker with one thread, by one worker with a thread
-for each of two cores, and by two workers. `kills` registers all pairs of ten synthetic images with two workers, kills
+for each of two cores, and by two workers. `kills` registers all pairs of seven synthetic images with two workers, kills
 the command with signal 9 at ten random moments, runs it again after each, and compares the results with those of an
 unbroken run. Both write their part of results.json.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from common import bits, carl, keep, rows, seconds_of, shown, tiny  # type: ignore[import-not-found]
 
-PAIRS, KILLS, IMAGES, SEED = 40, 10, 10, 0
+PAIRS, KILLS, IMAGES, SEED = 40, 10, 7, 0
 CORES = {0, 1}
 WAYS = {"one worker, one thread": (1, 1), "one worker, two threads": (1, 2), "two workers, a thread each": (2, 2)}
 """Workers, and threads in all."""
