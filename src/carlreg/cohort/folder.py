@@ -137,7 +137,10 @@ class Board:
             self._collect()
             rows = self.rows
             write_atomically(self._folder / SUMMARY, summary(rows))
-            write_atomically(self._folder / GALLERY, gallery(rows, failed_first=self._failed_first).encode())
+            write_atomically(self._folder / GALLERY, self._gallery(rows))
+
+    def _gallery(self, rows: Sequence[Row]) -> bytes:
+        return gallery(rows, title=self._folder.name, failed_first=self._failed_first).encode()
 
     def _collect(self, *, first: bool = False) -> None:
         """Read what other runs, or earlier ones, have added to their files."""

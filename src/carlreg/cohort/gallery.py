@@ -37,7 +37,7 @@ def _described(row: Row) -> dict[str, Any]:
         "status": row.status,
         "verdict": row.verdict,
         "seconds": row.seconds,
-        "warnings": [*row.reasons, *row.warnings],
+        "warnings": [*(row.reasons if row.verdict in ("doubtful", "failed") else ()), *row.warnings],
         "error": row.error,
         "page": quote(row.page),
         "thumbnail": quote(row.thumbnail),
