@@ -108,7 +108,7 @@ def test_register_writes_a_folder_that_other_tools_understand(data: Path, tmp_pa
     assert code == 0
     assert "after" in err
     assert sorted(os.listdir(out)) == sorted([*FILES, WARPED_LABELS, "report.html"])
-    assert "label 1</th><td>" in (out / "report.html").read_text(encoding="utf-8")
+    assert "<th>label 1</th><td data-value=" in (out / "report.html").read_text(encoding="utf-8")
     assert os.listdir(out.parent) == ["out"]
     assert run(*pair(data, tmp_path / "bare", "--no-html"))[0] == 0
     assert sorted(os.listdir(tmp_path / "bare")) == sorted(FILES)
