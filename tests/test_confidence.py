@@ -262,6 +262,7 @@ def invented(model: str = "none", odds: float = 0.0, **more: Any) -> Calibration
         "failure": (linear(names, (0.0, 0.0, 0.0), odds),),
         "error": ((linear(names, (0.0, 0.0, 0.0), -3.0), Steps((-3.0,), (math.log(0.05),))),),
         "usual": dict.fromkeys(names, -100.0),
+        "median": dict.fromkeys(names, -101.0),
     }
     return Calibration(model=model, good=0.2, failed=0.8, **(values | more))
 
@@ -288,7 +289,8 @@ def test_verdicts_follow_from_the_odds(odds: float, verdict: str) -> None:
 def test_reasons_name_what_is_unusual_the_strongest_first() -> None:
     names = ("disagreement", "uncovered", "contrast")
     usual = {"disagreement": math.log(0.01), "uncovered": 0.1, "contrast": 0.1}
-    model = invented(failure=(linear(names, (1.0, 5.0, 50.0), 9.0),), usual=usual)
+    middle = {"disagreement": math.log(0.001), "uncovered": 0.0, "contrast": 0.05}
+    model = invented(failure=(linear(names, (1.0, 0.0, 0.0), 9.0),), usual=usual, median=middle)
     found = judge(gathered(agreement=0.2), model, Circumstances("carl-base", io_sim="lncc"))
     assert found.reasons == (
         "the two contrasts differ: use --io-sim mind, or leave it at auto",
@@ -296,7 +298,7 @@ def test_reasons_name_what_is_unusual_the_strongest_first() -> None:
         "the two directions disagree by 2.0 mm",
     )
     forgiving = {"disagreement": 0.0, "uncovered": 0.1, "contrast": 9.0}
-    fewer = judge(gathered(agreement=0.2), invented(failure=model.failure, usual=forgiving), ABOUT)
+    fewer = judge(gathered(agreement=0.2), invented(failure=model.failure, usual=forgiving, median=middle), ABOUT)
     assert fewer.reasons == ("no common anatomy in 60 % of the fixed image",)
 
 

@@ -52,6 +52,7 @@ def invented(number: int, split: str, kind: str) -> dict[str, Any]:
         "covered": draw.uniform(0.8, 1.0),
         "volume": draw.uniform(0.2, 0.4),
         "moved_mm": mm,
+        "gain": draw.uniform(0.1, 0.2),
     }
     mean = {"brain": 0.0, "abdomen": 5.0}
     features = [[mean[n] + draw.gauss(0, 1) for _ in range(8)] for n in (name, "abdomen" if other else name)]

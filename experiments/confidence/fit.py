@@ -35,8 +35,9 @@ ALONE = ("no_excess", "dissimilarity", "uncovered", "volume")
 CHEAP = ("network_disagreement", "moved", "no_excess", "dissimilarity", "uncovered")
 ATTENTION = (*CHEAP, "kinship", "novelty")
 FULL = (*ATTENTION, "turn")
-"""The numbers of each model: without a network; with one; with its features; and with the certificate. Chosen on
-training subjects, by the AUROC for kinds that were left out."""
+UNOPTIMISED = ("network_disagreement", "no_excess", "dissimilarity", "uncovered")
+"""The numbers of each model: without a network; with one; with its features; with the certificate; and without
+optimisation. Chosen on training subjects, by the AUROC for kinds that were left out."""
 LOCAL = ("network_disagreement", "disagreement", "turn", "shift", "spread", "dissimilarity")
 MOST_MISSED, LEAST_RIGHT = 0.03, 0.88
 """On training subjects: the share of failures among the good, at most, and among the failed, at least."""
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["numbers"] = numbers_of(row["evidence"])
     train, val = ([row for row in network if row["split"] == split] for split in ("train", "val"))
     made = {"commit": commit(), "machine": rows[0]["machine"], "seed": 0, "rows": len(train)}
-    calibration = fit_calibration(checksum, train, (FULL, ATTENTION, CHEAP), kinds, deviation, made)
+    calibration = fit_calibration(checksum, train, (FULL, ATTENTION, CHEAP, UNOPTIMISED), kinds, deviation, made)
     alone = [row for row in rows if row["split"] == "train"]
     other = fit_calibration(NONE, alone, (ALONE,), {}, (), made | {"rows": len(alone)})
     report = {
@@ -140,14 +141,16 @@ def fit_calibration(
     left_out = left_out_scores(known, known, choices[0])
     good, failed = limits(left_out, truth(known))
     right = [row["numbers"] for row in rows if not row["failed"]]
-    usual = {name: _quantile([n[name] for n in right if math.isfinite(n[name])], 0.95) for name in NUMBERS}
+    values = {name: [n[name] for n in right if math.isfinite(n[name])] for name in NUMBERS}
+    usual, middle = ({n: _quantile(v, q) for n, v in values.items() if v} for q in (0.95, 0.5))
     return Calibration(
         model=checksum,
         failure=failure,
         error=error,
         good=good,
         failed=failed,
-        usual={name: value for name, value in usual.items() if math.isfinite(value)},
+        usual=usual,
+        median=middle,
         local=fit_local(rows) if kinds else None,
         kinds=kinds,
         deviation=deviation,

@@ -71,6 +71,8 @@ class Calibration:
     """A probability of failure above this is failed."""
     usual: Mapping[str, float] = field(default_factory=dict)
     """The 95th percentile of each number among registrations that did not fail."""
+    median: Mapping[str, float] = field(default_factory=dict)
+    """The median of each number among them."""
     local: Linear | None = None
     """Logarithm of the error at a point, as a fraction of the extent."""
     kinds: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -92,13 +94,14 @@ class Calibration:
                 return math.exp(steps(value)) * extent_mm
         return math.nan
 
-    def contributions(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """What each number adds to the log odds, beyond what is usual."""
-        model = next((one for one in self.failure if math.isfinite(one(numbers))), None)
-        if model is None:
-            return {}
-        parts = zip(model.names, model.scale, model.weights, strict=True)
-        return {name: w * (numbers[name] - self.usual.get(name, math.inf)) / s for name, s, w in parts}
+    def unusual(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """By how much each number exceeds what is usual, in steps from the median to the 95th percentile."""
+        found = {}
+        for name, limit in self.usual.items():
+            excess = (numbers.get(name, math.nan) - limit) / max(limit - self.median.get(name, limit), 1e-3)
+            if excess > 0:
+                found[name] = excess
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -110,6 +113,7 @@ class Calibration:
             "error": [{"linear": _rounded(vars(one)), "steps": _rounded(vars(steps))} for one, steps in self.error],
             "local": None if self.local is None else _rounded(vars(self.local)),
             "usual": _rounded(self.usual),
+            "median": _rounded(self.median),
             "kinds": _rounded(self.kinds),
             "deviation": _rounded(self.deviation),
             "made": dict(self.made),
@@ -124,6 +128,7 @@ class Calibration:
             good=float(values["good"]),
             failed=float(values["failed"]),
             usual=dict(values["usual"]),
+            median=dict(values["median"]),
             local=_linear(values["local"]) if values.get("local") else None,
             kinds=dict(values["kinds"]),
             deviation=list(values["deviation"]),

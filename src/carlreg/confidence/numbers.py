@@ -21,6 +21,11 @@ def _relative(name: str) -> Callable[[Values], float]:
     return number
 
 
+def _moved(evidence: Values) -> float:
+    """Only of what was optimised."""
+    return _relative("moved_mm")(evidence) if "gain" in evidence else math.nan
+
+
 def _missing(name: str) -> Callable[[Values], float]:
     """1 minus a share."""
     return lambda evidence: 1 - evidence.get(name, math.nan)
@@ -46,7 +51,7 @@ NUMBERS: dict[str, Callable[[Values], float]] = {
     "shift": _relative("shift_mm"),
     "shift_95": _relative("shift_95_mm"),
     "spread": _relative("spread_mm"),
-    "moved": _relative("moved_mm"),
+    "moved": _moved,
     "entropy": _plain("entropy"),
     "dissimilarity": _missing("similarity"),
     "no_excess": _missing("similarity_excess"),

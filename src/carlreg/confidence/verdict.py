@@ -68,7 +68,7 @@ def judge(gathered: Gathered, calibration: Calibration | None, about: Circumstan
     verdict: Verdict = (
         "good" if probability < calibration.good else "failed" if probability > calibration.failed else "doubtful"
     )
-    found = reasons(evidence, calibration.contributions(numbers), about) if verdict != "good" else []
+    found = reasons(evidence, calibration.unusual(numbers), about) if verdict != "good" else []
     if verdict != "good" and not found:
         found = ["no single number is unusual, but together they are"]
     return Confidence(
@@ -91,13 +91,10 @@ def with_features(evidence: Evidence, features: tuple[Tensor, Tensor] | None, ca
     return replace(evidence, novelty=novelty, kinship=mahalanobis(fixed, moving, deviation))
 
 
-def reasons(evidence: Evidence, contributions: Mapping[str, float], about: Circumstances) -> list[str]:
-    """The strongest unusual evidence, in words."""
-    unusual = sorted(
-        (name for name, value in contributions.items() if value > 0), key=lambda name: -contributions[name]
-    )
-    words = list(dict.fromkeys(text for name in unusual if (text := _word(name, evidence, about))))
-    return words[:MOST_REASONS]
+def reasons(evidence: Evidence, unusual: Mapping[str, float], about: Circumstances) -> list[str]:
+    """The most unusual evidence, in words."""
+    order = sorted(unusual, key=lambda name: -unusual[name])
+    return list(dict.fromkeys(text for name in order if (text := _word(name, evidence, about))))[:MOST_REASONS]
 
 
 def _word(name: str, evidence: Evidence, about: Circumstances) -> str:
