@@ -42,6 +42,8 @@ LOCAL = ("network_disagreement", "disagreement", "turn", "shift", "spread", "dis
 MOST_MISSED, LEAST_RIGHT = 0.03, 0.88
 """On training subjects: the share of failures among the good, at most, and among the failed, at least."""
 NOT_FAILURES = ("plain", "network alone", "synthetic", "no network")
+LEAST_ROWS = 40
+"""Registrations without a network are only judged if so many were collected, a quarter of which failed."""
 TRE = 5.0
 FLOOR = 1e-3
 Row = dict[str, Any]
@@ -73,7 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
         **test(calibration, train, val),
         "without_network": summary(other, [row for row in without if row["split"] == "val"]),
     }
-    outputs = {path.with_name(path.stem + SUFFIX): calibration, WEIGHTS / f"{NONE}{SUFFIX}": other}
+    outputs = {path.with_name(path.stem + SUFFIX): calibration}
+    if len(without) >= LEAST_ROWS and sum(row["failed"] for row in without) >= LEAST_ROWS // 4:
+        outputs[WEIGHTS / f"{NONE}{SUFFIX}"] = other
     for target, one in outputs.items():
         write_atomically(target, (json.dumps(one.to_json(), indent=1) + "\n").encode())
     write_atomically(HERE / "results.json", (json.dumps(_rounded(report), indent=1) + "\n").encode())
