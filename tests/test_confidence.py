@@ -610,3 +610,20 @@ def test_a_mirrored_scan_is_named_and_mirrored_only_on_request(
     warped = images.read(done[WARPED]).data.astype(float)
     assert np.corrcoef(warped.ravel(), fixed.data.astype(float).ravel())[0, 1] > 0.95
     assert main([*words[:2], str(pair[0]), "-m", str(pair[1]), *words[5:], "-o", str(tmp_path / "right")]) == 0
+
+
+ABDOMENS = Path(__file__).parents[2] / "shared" / "data" / "abdomen" / "val"
+
+
+@pytest.mark.skipif(not ABDOMENS.is_dir(), reason="needs the abdominal scans")
+@pytest.mark.parametrize("axis", [None, 1, 2])
+def test_mirrored_abdomens_are_named(axis: int | None) -> None:
+    scans = []
+    for path in sorted(path for path in ABDOMENS.glob("*.nii.gz") if "_labels" not in path.name)[:2]:
+        image = to_closest_ras(images.read(path))
+        scans.append(Scan(preprocess(image)[0], image.spacing).at_most(48))
+    fixed, moving = scans
+    seen = moving if axis is None else Scan(moving.image.flip(2 + axis), moving.spacing)
+    found = search_orientation(seen, fixed)
+    assert found.is_wrong == (axis is not None)
+    assert axis is None or found.describe() == f"mirrored {AXES[axis]}"
