@@ -65,7 +65,7 @@ def test_against_the_reference(shape: tuple[int, ...], queries: int, width: int)
     points = grid.points(torch.float64, DEVICE).reshape(1, -1, len(shape))
     exact = reference_attention(q.double(), k.double(), points)
     assert answer.dtype == torch.float32
-    assert (answer - exact).abs().max() < 1e-5
+    assert (answer - exact).abs().max() < 1e-6 * exact.abs().max().clamp(min=10)  # coordinates reach 30 here
     ours = torch.autograd.grad(answer, (q, k), upstream)
     theirs = torch.autograd.grad(exact, (q, k), upstream.double())
     for gradient, expected in zip(ours, theirs, strict=True):
