@@ -441,7 +441,7 @@ def in_ras(tensor: torch.Tensor) -> Image:
 
 def test_auto_leaves_upright_scans_alone_and_turns_others_back(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
     moving, fixed = anatomy
-    options = {"fixed": in_ras(fixed), "io_iterations": 0, "device": "cpu", "certainty": False}
+    options = {"fixed": in_ras(fixed), "io_iterations": 0, "device": "cpu", "confidence": "off"}
     base, auto = (register(moving=in_ras(moving), model=model, **options) for model in ("base", "auto"))
     assert base.settings["look"] is None
     assert auto.settings["look"]["turned_back"] is False

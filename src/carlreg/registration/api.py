@@ -274,7 +274,7 @@ def _best(
     """Register a case by one model; by the best of several ways where a verdict is possible and not good."""
     climbs = loaded.climbs and options.confidence != "off" and is_calibrated(loaded)
     rotation, upright, way = None, case, "the network"
-    if loaded.searches_rotation and not climbs:
+    if loaded.searches_rotation:
         work.begin("look", "searching for a rotation")
         rotation, case = rotated_back(case, loaded, device)
         way = "the network after a rotation search"
@@ -286,7 +286,7 @@ def _best(
     if orientation is not None:
         return replace(first, orientation=orientation)
     first = with_orientation(first, options, work, upright)
-    return climb(first, options, work, callback, device=device, case=upright) if climbs else first
+    return climb(first, options, work, callback, device=device, case=case) if climbs else first
 
 
 def _invert(world: WorldTransform, case: Case, *, mirrored: bool) -> tuple[WorldTransform, dict[str, float]]:
