@@ -11,9 +11,10 @@ ones and on their labels. A batch is drawn in one pass on the device.
 
 Training has two parts. First the encoder alone learns to match positions, from pairs whose true map is known: the
 cross-entropy between the attention of a voxel and its true position, as in `experiments/rotation/encoder.py`. With
-diffusion or GradICON from the start, a new network maps all points to the same place. Then the whole network is trained
-with GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. A run that
-was cut off in the second part resumes with the same command.
+diffusion or GradICON from the start, a new network maps all points to the same place. Then the network is trained with
+GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. For most of them
+the encoder stays as it is, since the untrained refinements would undo what it has learnt; at the end it is trained with
+the rest, at a tenth of the rate. A run that was cut off in the second part resumes with the same command.
 
 Writes the best model on `dev` (training subjects kept back), in half precision. `--score` writes scores.json: Dice on
 `dev`, and of the vessels on all test pairs of `experiments/retina`, of the network alone and with the default
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of the second part; by default as many as fit into --seconds")
     parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of the second part")
     parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of its cosine schedule")
+    parser.add_argument("--frozen", type=float, default=0.7, help="share of these steps in which the encoder is frozen")
     parser.add_argument("--changed", type=float, default=0.35, help="share of input images in a random contrast")
     parser.add_argument("--counts", type=json.loads, default={}, help="numbers that replace those of COUNTS, as JSON")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
@@ -206,8 +208,9 @@ def main() -> None:
         match(model, data, arguments.matching, arguments.matching_rate, arguments.seed, out / "matching.jsonl")
         save(model, matched)
         on_dev(first_step(model).eval())
-    common = {"learning_rate": arguments.rate, "label_weight": arguments.label_weight}
-    model = run(model, Stage(WARM_UP, warm_up=50, **common), out / "start")
+    rate, weight = arguments.rate, arguments.label_weight
+    attention(model).requires_grad_(False)
+    model = run(model, Stage(WARM_UP, warm_up=50, learning_rate=rate, label_weight=weight), out / "start")
     plan = out / "plan.json"
     if not plan.exists():
         left = arguments.seconds - (time.monotonic() - began) - 10  # for the last validations
@@ -217,7 +220,20 @@ def main() -> None:
         plan.write_text(json.dumps({"steps": max(steps, 1)}) + "\n")
     steps = json.loads(plan.read_text())["steps"]
     print(f"{steps} steps after {time.monotonic() - began:.0f} s", flush=True)
-    model = run(model, Stage(steps, final_learning_rate=arguments.final_rate, **common), out / "run")
+    frozen = int(arguments.frozen * steps)
+    if frozen:
+        attention(model).requires_grad_(False)
+        stage = Stage(frozen, learning_rate=rate, final_learning_rate=rate / 10, label_weight=weight)
+        model = run(model, stage, out / "frozen")
+    attention(model).requires_grad_(True)
+    stage = Stage(
+        steps - frozen,
+        warm_up=50,
+        learning_rate=rate / 10,
+        final_learning_rate=arguments.final_rate,
+        label_weight=weight,
+    )
+    model = run(model, stage, out / "run")
     final = on_dev(model)
     best = out / "run" / "best.safetensors"
     if best.exists():
@@ -226,12 +242,11 @@ def main() -> None:
             model, final = candidate, score
     facts = {"name": "carl-2d", "grid": f"{arguments.side} {arguments.side}"}
     save(model, out / "model.safetensors", dtype=torch.float16, metadata=facts)
-    parts = (out / "matching.jsonl", out / "start" / "log.jsonl", out / "run" / "log.jsonl")
+    parts = (out / "matching.jsonl", *(out / part / "log.jsonl" for part in ("start", "frozen", "run")))
     (out / "log.jsonl").write_text("".join(part.read_text() for part in parts if part.exists()))
     size = (out / "model.safetensors").stat().st_size / 2**20
-    settings = {
-        name: getattr(arguments, name) for name in ("matching", "rate", "final_rate", "changed", "label_weight")
-    }
+    kept = ("matching", "rate", "final_rate", "frozen", "changed", "label_weight")
+    settings = {name: getattr(arguments, name) for name in kept}
     settings |= {"steps": steps, "far": asdict(FAR), "counts": data.counts}
     write(about | {"dev_mean": final, "model_mib": round(size, 3), "settings": settings}, out / "trained.json")
 
@@ -271,7 +286,7 @@ def measure(model: RegistrationAlgorithm, data: Pictures, label_weight: float) -
 
 def match(model: RegistrationAlgorithm, data: Pictures, steps: int, rate: float, seed: int, log: Path) -> None:
     """Train the encoder alone to match positions."""
-    xi = next(part for part in model.modules() if isinstance(part, CoordinateAttention))
+    xi = attention(model)
     optimizer = torch.optim.Adam(xi.parameters(), lr=rate, fused=True)
     stage = Stage(steps, warm_up=50, learning_rate=rate, final_learning_rate=rate / 50)
     began = time.monotonic()
@@ -291,6 +306,11 @@ def match(model: RegistrationAlgorithm, data: Pictures, steps: int, rate: float,
             print(entry, flush=True)
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
+
+
+def attention(model: RegistrationAlgorithm) -> CoordinateAttention:
+    """The first step, Ξθ, without what surrounds it."""
+    return next(part for part in model.modules() if isinstance(part, CoordinateAttention))
 
 
 def matching_loss(xi: CoordinateAttention, drawn: Drawn, generator: torch.Generator) -> Tensor:
