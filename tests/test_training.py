@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, randomize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -414,6 +414,27 @@ def test_rotations_inside_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         matrices.append(linear)
     assert not torch.allclose(matrices[0], matrices[1], atol=0.1)
     assert type(load(tmp_path / "last.safetensors")) is TwoStep
+
+
+def test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two passes, the loss is that of TwoStep{Φ, Φ}; large images are passed once."""
+    seen: list[Transform] = []
+
+    def spy(phi: Transform, inverse: Transform, *images: Tensor, **options: object) -> object:
+        seen.append(phi.detach())
+        return registration_loss(phi, inverse, *images, **options)
+
+    monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
+    moving, fixed = draw(torch.Generator().manual_seed(0))
+    model = randomize(network(), moving, fixed).eval().requires_grad_()
+    voxels, cpu = fixed[0, 0].numel(), torch.device("cpu")
+    expected = [TwoStep(model, model)(moving, fixed), model(moving, fixed)]
+    for once_above in (voxels, voxels - 1):
+        TrainingStep(model, Stage(1, passes=2, once_above=once_above), device=cpu)(Batch(moving, fixed), 0.0, 0)
+    x = torch.rand(2, 50, 2)
+    for phi, right in zip(seen, expected, strict=True):
+        assert torch.allclose(phi(x), right(x), atol=1e-5)
+    assert not torch.allclose(seen[0](x), seen[1](x), atol=1e-3)
 
 
 def test_a_run_with_rotations_goes_the_same_way(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@
 The packs are made by `prepare.py --sets all`. The network gets half of the images in a random contrast; the loss is
 computed on the original ones. Images of `brain_maps` are rendered from label maps, each in its own contrast, and the
 loss is computed on renderings in a shared contrast. CT and MR of the abdomen are compared by the organs labelled in
-both. A run cut off by `--seconds` resumes with the same command.
+both. With `--passes 2` the network is applied twice on all but the finer grid, in training and in scores, as `register`
+does if the model's file has `passes`. A run cut off by `--seconds` resumes with the same command.
 
 Writes the best model by the mean of `CHOSEN_BY` on `dev` (training subjects kept back), in half precision. `--score`
 writes the Dice on `dev` and `val` of the initial and of the given model to scores.json; `--measure` writes the time of
@@ -35,6 +36,7 @@ from carlreg import Affine, RegistrationAlgorithm, load, pretrained, save, warp
 from carlreg.fast.precision import mixed_precision
 from carlreg.geometry.grids import interpolate, voxel_points
 from carlreg.geometry.jacobian import folding
+from carlreg.model.algorithms import TwoStep
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
     parser.add_argument("--thin", type=float, default=0.2, help="share of batches on the grid for few slices")
     parser.add_argument("--fine", type=float, default=0.0, help="share of batches of half the pairs on the finer grid")
+    parser.add_argument("--passes", type=int, default=1, help="passes of the network, but for one on the finer grid")
     parser.add_argument(
         "--validate-every", type=int, default=2500, help="steps between validations, and between checkpoints"
     )
@@ -163,13 +166,14 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = Mixture(arguments.packs, device, {"thin": arguments.thin, "fine": arguments.fine})
     data.changed, data.cropped, data.room = arguments.changed, arguments.cropped, arguments.room
-    data.synthetic, data.bent = arguments.synthetic, arguments.bent
+    data.synthetic, data.bent, data.passes = arguments.synthetic, arguments.bent, arguments.passes
     arguments.out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "commit": arguments.commit,
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "seed": arguments.seed,
         "grids": {name: list(shape) for name, shape in GRIDS.items()},
+        "passes": arguments.passes,
     }
     if arguments.score is not None:
         report = {**about, "started_from": arguments.model.name, "model": arguments.score.name}
@@ -187,6 +191,8 @@ def main() -> None:
         learning_rate=arguments.rate,
         final_learning_rate=arguments.final_rate,
         label_weight=arguments.label_weight,
+        passes=arguments.passes,
+        once_above=math.prod(GRIDS["fine"]) - 1,
     )
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(data.packed)} volumes", flush=True
@@ -323,6 +329,7 @@ class Mixture:
     """Packed volumes on the device, drawn as pairs for training and as labelled pairs for scoring."""
 
     synthetic, changed, cropped, room, shift, bent = 0.0, 0.5, 0.0, 0.0, 0.08, 0.0
+    passes = 1
 
     def __init__(self, paths: list[Path], device: torch.device, shares: dict[str, float]) -> None:
         self.device, self.shares = device, shares
@@ -643,8 +650,11 @@ class Mixture:
         m, f = self.scored_image(moving, grid, seed), self.scored_image(fixed, grid, seed + 10)
         if name == "brain_other_contrast":
             m = other_contrast(m, seed)
+        repeated = model
+        for _ in range(self.passes - 1 if grid != "fine" else 0):
+            repeated = TwoStep(repeated, model)
         with torch.no_grad(), mixed_precision(self.device):
-            phi = model(m, f)
+            phi = repeated(m, f)
         labels_m = self.packed[f"{moving}/labels"][None, None].float()
         labels_f = self.packed[f"{fixed}/labels"][None, None].float()
         only = SHARED if name == "ct_mr" else None

@@ -34,6 +34,12 @@ class Stage:
     first_step_alone: bool = False
     """Train only Ξθ, the part before the refinements, and leave the refinements unchanged."""
 
+    passes: int = 1
+    """How often the network is applied in a step, each time to the images as aligned so far: TwoStep{Φ, Φ} for 2. The
+    saved model is Φ."""
+    once_above: int | None = None
+    """Images with more voxels than this are passed once."""
+
     def rate(self, step: int) -> float:
         """The learning rate at a step of this stage."""
         rate = self.learning_rate

@@ -15,7 +15,7 @@ from carlreg.fast.precision import Precision, mixed_precision
 from carlreg.geometry.fitting import random_rotation
 from carlreg.geometry.jacobian import folding
 from carlreg.geometry.transforms import Affine, Transform
-from carlreg.model.algorithms import Augmented, RegistrationAlgorithm
+from carlreg.model.algorithms import Augmented, RegistrationAlgorithm, TwoStep
 from carlreg.model.zoo import first_step
 from carlreg.objective.losses import Loss, registration_loss
 from carlreg.training.batches import Batch
@@ -139,7 +139,9 @@ class TrainingStep:
     def _run(self, inputs: Inputs) -> Loss:
         *parts, rotations = inputs
         batch = Batch(*parts)  # type: ignore[arg-type]
-        algorithm = self.model if rotations is None else Augmented(self.model, lambda _: Affine(rotations))
+        algorithm = self._repeated(batch.fixed)
+        if rotations is not None:
+            algorithm = Augmented(algorithm, lambda _: Affine(rotations))
         self.optimizer.zero_grad(set_to_none=True)
         statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         before = torch._foreach_add(statistics, 0) if statistics else []
@@ -159,6 +161,14 @@ class TrainingStep:
         loss.total.backward()
         self.phi, self.image = phi[:1].detach(), batch.fixed[:1]
         return self._update(loss, statistics, before)
+
+    def _repeated(self, image: Tensor) -> RegistrationAlgorithm:
+        """The network, applied as often as the stage has it for such images."""
+        algorithm, most = self.model, self.stage.once_above
+        if most is None or image[0, 0].numel() <= most:
+            for _ in range(self.stage.passes - 1):
+                algorithm = TwoStep(algorithm, self.model)
+        return algorithm
 
     def _update(self, loss: Loss, statistics: list[Tensor], before: Sequence[Tensor]) -> Loss:
         """Average gradients over all processes and step, unless something is not finite."""
