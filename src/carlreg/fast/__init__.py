@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable
 
 import torch
@@ -38,12 +37,8 @@ def why_not(device: int) -> str | None:
 
 
 def descends_on(image: Tensor) -> bool:
-    """Whether `kernels.descent` is to take images like this one.
-
-    These kernels are new and have been tested in Triton's interpreter, not yet on a GPU: set CARL_FUSED_FIELDS=1 to use
-    them.
-    """
-    return os.environ.get("CARL_FUSED_FIELDS") == "1" and image.dtype == torch.float32 and runs_on(image)
+    """Whether `kernels.descent` takes images like this one."""
+    return image.dtype == torch.float32 and runs_on(image)
 
 
 def sample(values: Tensor, points: Tensor, *, mirror: bool = False, add: bool = False) -> Tensor | None:

@@ -279,7 +279,7 @@ class _Level:
     def _gradients(self, positions: Sequence[Tensor], phase: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(total, similarity, regularity), and the gradients of the total by the positions."""
         parts = [side.gradient(at) for at, side in zip(positions, self.sides, strict=True)]
-        similar, gradients = sum(part for part, _ in parts), [gradient for _, gradient in parts]
+        similar, gradients = sum(part for part, _ in parts), [gradient.contiguous() for _, gradient in parts]
         if self._fused:
             regular, folded = self._add_regularity(positions, phase, gradients)
             rest = self._total(0, regular, folded)
