@@ -41,6 +41,30 @@ def test_against_a_direct_sum(backend: str, shape: tuple[int, ...]) -> None:
         assert torch.allclose(result[item, row], expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1.0, 4.0, 8.0, 30.0])
+def test_a_bound_on_the_logits_changes_nothing(length: float, dtype: torch.dtype) -> None:
+    """Up to 64 they need no running maximum; beyond, exp would overflow without it."""
+    queries, keys = (part.to(dtype) for part in features(2, 40, 150, length=length))
+    queries[0, :20] = keys[0, :20]  # the largest logits there can be
+    queries[1, :20] = -keys[1, :20]
+    points = torch.rand(150, 3, dtype=dtype)
+    bounded = attention.chunked_attention(queries, keys, points[None], bound=length**2)
+    tolerance = (1e-12 if dtype == torch.float64 else 2e-7) * max(length**2, 10)  # of the logits
+    exact = attention.reference_attention(queries.double(), keys.double(), points.double())
+    assert torch.allclose(bounded.double(), exact, rtol=0, atol=tolerance)
+    assert torch.allclose(attention.chunked_attention(queries, keys, points[None]), bounded, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_of_several_threads_give_the_same(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys = features(2, 90, 100)
+    points = torch.rand(1, 100, 3, dtype=torch.float64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    result = attention.chunked_attention(queries, keys, points, 16.0)
+    assert torch.allclose(result, attention.reference_attention(queries, keys, points), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["reference", *LINEAR_MEMORY])
 def test_weights_are_a_partition_of_unity(backend: str) -> None:
     """Attention over positions that are all the same gives that position, and over a box stays in the box."""

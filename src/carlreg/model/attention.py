@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.errors import InputError
-from carlreg.fast.attention import choose_backend, fused_attention
+from carlreg.fast.attention import LARGEST_LOGIT, choose_backend, fused_attention
 from carlreg.geometry.grids import Grid
 
-BLOCK = 1024  # queries and keys in a block of `chunked_attention`: 4 MiB of logits in float32
+BLOCK = 512
+"""Queries of a thread and keys in a block of `chunked_attention`: 1 MiB of logits in float32, for a core's cache."""
 
 
 def reference_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
@@ -18,54 +19,58 @@ def reference_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor
     return (queries @ keys.mT).softmax(dim=-1) @ points  # centre of mass of softmax(Q Kᵀ)
 
 
-def chunked_attention(queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
+def chunked_attention(queries: Tensor, keys: Tensor, points: Tensor, bound: float | None = None) -> Tensor:
     """The same in blocks: plain PyTorch, any device, memory linear in the number of voxels.
 
-    Blocks of logits stay in the processor's cache; a running maximum keeps exp in range for any features. The backward
-    pass recomputes each block instead of storing it: with w = softmax(Q Kᵀ) and y = w·V, the gradient of the logits is
-    w · (g·V − g·y), where g is the gradient of y.
+    Blocks of logits stay in the processor's cache; a running maximum keeps exp in range for any features, unless the
+    `bound` on the logits does. The backward pass recomputes each block instead of storing it: with w = softmax(Q Kᵀ)
+    and y = w·V, the gradient of the logits is w · (g·V − g·y), where g is the gradient of y.
     """
-    result: Tensor = _ChunkedAttention.apply(queries, keys, points)  # type: ignore[no-untyped-call]
+    in_range = bound is not None and bound <= LARGEST_LOGIT
+    result: Tensor = _ChunkedAttention.apply(queries, keys, points, in_range)  # type: ignore[no-untyped-call]
     return result
 
 
-def _blocks(count: int) -> list[slice]:
-    return [slice(start, start + BLOCK) for start in range(0, count, BLOCK)]
+def _blocks(count: int, threads: int = 1) -> list[slice]:
+    return [slice(start, start + threads * BLOCK) for start in range(0, count, threads * BLOCK)]
 
 
 class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, points: Tensor) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, points: Tensor, in_range: bool) -> Tensor:
         points = points.expand(keys.shape[0], -1, -1)
-        # A column of ones beside the positions gives the sum of the weights.
-        values = F.pad(points, (0, 1), value=1.0)
+        # A row of ones below the positions gives the sum of the weights. All is transposed: a product of few rows with
+        # many columns is several times as fast on a CPU as one of many rows with few columns.
+        values = F.pad(points, (0, 1), value=1.0).mT.contiguous()
         output = queries.new_empty(*queries.shape[:2], points.shape[2])
         log_norm = queries.new_empty(*queries.shape[:2], 1)
         for item in range(queries.shape[0]):
-            for rows in _blocks(queries.shape[1]):
-                query = queries[item, rows]
-                top = query.new_full((len(query), 1), -torch.inf)
-                total = query.new_zeros(len(query), values.shape[2])
+            for rows in _blocks(queries.shape[1], torch.get_num_threads()):
+                query = queries[item, rows].mT
+                top = query.new_full((1, query.shape[1]), 0.0 if in_range else -torch.inf)
+                total = query.new_zeros(values.shape[1], query.shape[1])
                 for columns in _blocks(keys.shape[1]):
-                    logits = query @ keys[item, columns].mT
-                    highest = torch.maximum(top, logits.amax(dim=1, keepdim=True))
-                    weights = logits.sub_(highest).exp_()
-                    total = total * (top - highest).exp() + weights @ values[item, columns]
-                    top = highest
-                output[item, rows] = total[:, :-1] / total[:, -1:]
-                log_norm[item, rows] = top + total[:, -1:].log()
+                    logits = keys[item, columns] @ query
+                    if not in_range:
+                        highest = torch.maximum(top, logits.amax(dim=0, keepdim=True))
+                        logits.sub_(highest)
+                        total *= (top - highest).exp()
+                        top = highest
+                    total.addmm_(values[item, :, columns], logits.exp_())
+                output[item, rows] = (total[:-1] / total[-1:]).mT
+                log_norm[item, rows] = (top + total[-1:].log()).mT
         ctx.save_for_backward(queries, keys, points, output, log_norm)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         (gradient,) = gradients
         queries, keys, points, output, log_norm = ctx.saved_tensors
         query_gradient, key_gradient = torch.zeros_like(queries), torch.zeros_like(keys)
         point_gradient = torch.zeros_like(points) if ctx.needs_input_grad[2] else None
         centre = (gradient * output).sum(dim=-1, keepdim=True)  # g·y
         for item in range(queries.shape[0]):
-            for rows in _blocks(queries.shape[1]):
+            for rows in _blocks(queries.shape[1], torch.get_num_threads()):
                 query, upstream = queries[item, rows], gradient[item, rows]
                 for columns in _blocks(keys.shape[1]):
                     key = keys[item, columns]
@@ -75,7 +80,7 @@ class _ChunkedAttention(torch.autograd.Function):
                     weights *= upstream @ points[item, columns].mT - centre[item, rows]
                     query_gradient[item, rows] += weights @ key
                     key_gradient[item, columns] += weights.mT @ query
-        return query_gradient, key_gradient, point_gradient
+        return query_gradient, key_gradient, point_gradient, None
 
 
 BACKENDS = {"chunked": chunked_attention, "fused": fused_attention, "reference": reference_attention}
@@ -119,7 +124,10 @@ def coordinate_attention(
         queries, keys = queries.to(precise), keys.to(precise)
         if length is not None:
             queries, keys = (scale_to_length(features, length) for features in (queries, keys))
-        return BACKENDS[backend](queries, keys, _positions(coords, keys))
+        positions = _positions(coords, keys)
+        if backend == "chunked":
+            return chunked_attention(queries, keys, positions, bound)
+        return BACKENDS[backend](queries, keys, positions)
 
 
 def scale_to_length(features: Tensor, length: float) -> Tensor:
