@@ -277,17 +277,23 @@ def test_an_outline_of_a_time_point(tmp_path: Path) -> None:
 # ---- resumed, shared and repeated -----------------------------------------------------------------------------------
 
 
-def test_several_workers_give_the_same_bits_as_one(data: Path, tmp_path: Path) -> None:
-    for count in (1, 2):
-        out = tmp_path / str(count)
-        assert carl(data, out, data / "scans", "--all-pairs", "--workers", count) == 0
+@pytest.fixture(scope="module")
+def unbroken(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All pairs of the scans, registered by two workers."""
+    out = tmp_path_factory.mktemp("unbroken")
+    assert carl(data, out, data / "scans", "--all-pairs", "--workers", 2) == 0
+    return out
+
+
+def test_several_workers_give_the_same_bits_as_one(data: Path, unbroken: Path, tmp_path: Path) -> None:
+    assert carl(data, tmp_path, data / "scans", "--all-pairs", "--workers", 1) == 0
+    for out in (unbroken, tmp_path):
         assert {row["status"] for row in rows(out).values()} == {"done"}
-    assert bits(tmp_path / "1") == bits(tmp_path / "2") != {}
+    assert bits(tmp_path) == bits(unbroken) != {}
 
 
-def test_killed_at_random_moments_and_resumed(data: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_and_resumed(data: Path, unbroken: Path, tmp_path: Path) -> None:
     """Every pair is registered once, by a run or by one after it, and the bits are those of an unbroken run."""
-    assert carl(data, tmp_path / "whole", data / "scans", "--all-pairs", "--workers", 2) == 0
     out, rng = tmp_path / "out", random.Random(0)
     command = [sys.executable, "-m", "carlreg", *words(data, out, data / "scans", "--all-pairs", "--workers", 2)]
     environment = {**os.environ, "PYTHONPATH": SOURCE}
@@ -310,7 +316,7 @@ def test_killed_at_random_moments_and_resumed(data: Path, tmp_path: Path) -> Non
     assert process.returncode == 0
     assert {row["status"] for row in rows(out).values()} <= {"done", "was done"}
     assert all(float(row["seconds"]) > 0 and row["inverse_error_mm"] for row in rows(out).values())
-    assert bits(out) == bits(tmp_path / "whole")
+    assert bits(out) == bits(unbroken)
     assert not list(out.rglob("*.carl-tmp")), "leftovers of a killed run"
 
 

@@ -107,13 +107,13 @@ def test_a_training_on_brains_is_taken_up_again(tmp_path: Path) -> None:
 def test_an_encoder_is_taught_broken_off_and_given_to_the_rest(tmp_path: Path) -> None:
     packed, out = pack(tmp_path / "pack.npz"), tmp_path / "encoder"
     words = (packed, out, "--side", 16, "--width", 4, "--handed", 1, "--pairs", 2)
-    run("encoder.py", *words, "--steps", 30)
-    told = run("encoder.py", *words, "--steps", 60, "--validate-every", 50)
+    run("encoder.py", *words, "--steps", 2)
+    told = run("encoder.py", *words, "--steps", 4, "--validate-every", 3)
     (entry,) = (json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
-    assert entry["step"] == 50
+    assert entry["step"] == 3
     assert entry["dev_median"] > 0
-    assert json.loads((out / "encoder.json").read_text(encoding="utf-8"))["steps"] == 60
-    assert "'steps': 60" in told
+    assert json.loads((out / "encoder.json").read_text(encoding="utf-8"))["steps"] == 4
+    assert "'steps': 4" in told
     rest = (packed, tmp_path / "rest", "--side", 16, "--pairs", 1, "--steps", 1)
     run("brain.py", *rest, "--model", out / "model.safetensors")
     log = [json.loads(line) for line in (tmp_path / "rest" / "run" / "log.jsonl").open(encoding="utf-8")]

@@ -30,7 +30,7 @@ from carlreg.model.loaded import LoadedModel, find_model, load_model
 from carlreg.model.zoo import carl_rot
 from carlreg.objective.losses import diffusion, lncc, nearness
 from carlreg.preparation import Frame, common_voxel, prepare_pair
-from carlreg.registration.rotation_search import TRIED, many_rotations, search_rotation
+from carlreg.registration.rotation_search import TRIED, RigidMatch, many_rotations, search_rotation
 from carlreg.synthesis import random_anatomy
 
 CPU = torch.device("cpu")
@@ -332,7 +332,7 @@ def rotation(degrees: float, plane: tuple[int, int], dim: int = 3) -> torch.Tens
 def anatomy() -> tuple[torch.Tensor, torch.Tensor]:
     """Two views of one random body, in the same contrast, that fits into the image."""
     made = random_anatomy(
-        (48, 48, 48),
+        (32, 32, 32),
         generator=torch.Generator().manual_seed(3),
         body=(0.3, 0.4),
         shift=0.03,
@@ -340,6 +340,11 @@ def anatomy() -> tuple[torch.Tensor, torch.Tensor]:
         slope=0.3,
     )
     return made.moving, made.fixed
+
+
+@pytest.fixture(scope="module")
+def straight(anatomy: tuple[torch.Tensor, torch.Tensor]) -> RigidMatch:
+    return search_rotation(*anatomy)
 
 
 def test_rotations_cover_all_rotations() -> None:
@@ -354,12 +359,11 @@ def test_rotations_cover_all_rotations() -> None:
         assert torch.rad2deg(angle).max() < least
 
 
-@pytest.mark.parametrize(("degrees", "plane"), [(0, (0, 1)), (45, (0, 1)), (100, (1, 2)), (180, (0, 2))])
+@pytest.mark.parametrize(("degrees", "plane"), [(45, (0, 1)), (100, (1, 2)), (180, (0, 2))])
 def test_a_look_finds_how_an_image_is_turned(
-    anatomy: tuple[torch.Tensor, torch.Tensor], degrees: float, plane: tuple[int, int]
+    anatomy: tuple[torch.Tensor, torch.Tensor], straight: RigidMatch, degrees: float, plane: tuple[int, int]
 ) -> None:
     moving, fixed = anatomy
-    straight = search_rotation(moving, fixed)
     assert straight.degrees < 15
     by = about_centre(rotation(degrees, plane)[None], moving.shape[2:], like=moving)
     seen = search_rotation(warp(moving, by, like=moving, outside="zeros"), fixed)
@@ -368,7 +372,7 @@ def test_a_look_finds_how_an_image_is_turned(
     apart = (torch.trace(want.mT @ seen.transform.matrix[0, :, :3]) - 1) / 2
     assert math.degrees(math.acos(min(1.0, float(apart)))) < 6
     assert seen.correlation > 0.8 * straight.correlation
-    assert degrees == 0 or seen.correlation > 1.1 * seen.upright_correlation
+    assert seen.correlation > 1.1 * seen.upright_correlation
 
 
 def test_a_look_works_in_the_plane_and_between_different_shapes() -> None:
@@ -435,22 +439,34 @@ def test_bad_images_are_not_looked_at() -> None:
 
 
 def in_ras(tensor: torch.Tensor) -> Image:
-    """Voxels of 4 mm whose axes run to the right, to the front and up."""
-    return Image(tensor[0, 0].numpy(), np.diag([-4.0, -4.0, 4.0, 1.0]))
+    """Voxels of 6 mm whose axes run to the right, to the front and up."""
+    return Image(tensor[0, 0].numpy(), np.diag([-6.0, -6.0, 6.0, 1.0]))
 
 
-def test_auto_leaves_upright_scans_alone_and_turns_others_back(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
+@pytest.fixture(scope="module")
+def models() -> tuple[LoadedModel, LoadedModel]:
+    """ "base" and "auto" around a network that does nothing: what is found is found by the search."""
+    auto = load_model("auto", "cpu")
+    assert (auto.source, auto.searches_rotation) == (find_model("base"), True)
+    torch.manual_seed(0)
+    small = {"network": gradicon(3, 2, **SMALL).eval(), "once": None, "grid": (24, 24, 24), "fine_grid": None}
+    return replace(auto, searches_rotation=False, **small), replace(auto, **small)
+
+
+def test_auto_leaves_upright_scans_alone_and_turns_others_back(
+    anatomy: tuple[torch.Tensor, torch.Tensor], models: tuple[LoadedModel, LoadedModel]
+) -> None:
     moving, fixed = anatomy
     options = {"fixed": in_ras(fixed), "io_iterations": 0, "device": "cpu", "confidence": "off"}
-    base, auto = (register(moving=in_ras(moving), model=model, **options) for model in ("base", "auto"))
+    base, auto = (register(moving=in_ras(moving), model=model, **options) for model in models)
     assert base.settings["look"] is None
     assert auto.settings["look"]["turned_back"] is False
-    points = map_points(auto.fixed.affine, np.random.default_rng(0).uniform(12, 36, (200, 3)))
+    points = map_points(auto.fixed.affine, np.random.default_rng(0).uniform(8, 24, (200, 3)))
     assert np.array_equal(base.transform(points), auto.transform(points))
 
     by = about_centre(rotation(120, (0, 1))[None], moving.shape[2:], like=moving)
     turned = warp(moving, by, like=moving, outside="zeros")
-    lost, found = (register(moving=in_ras(turned), model=model, **options) for model in ("base", "auto"))
+    lost, found = (register(moving=in_ras(turned), model=model, **options) for model in models)
     assert found.settings["look"]["turned_back"] is True
     assert found.settings["look"]["degrees"] == pytest.approx(120, abs=15)
 
@@ -464,7 +480,9 @@ def test_auto_leaves_upright_scans_alone_and_turns_others_back(anatomy: tuple[to
     assert np.abs(found.inverse(found.transform(points)) - points).max() < 2
 
 
-def test_auto_goes_on_from_a_first_guess(anatomy: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_auto_goes_on_from_a_first_guess(
+    anatomy: tuple[torch.Tensor, torch.Tensor], models: tuple[LoadedModel, LoadedModel]
+) -> None:
     """After a right initial transform there is no rotation left to find; after a wrong one the rest is found."""
     moving, fixed = anatomy
     by = about_centre(rotation(90, (0, 1))[None], moving.shape[2:], like=moving)
@@ -473,16 +491,14 @@ def test_auto_goes_on_from_a_first_guess(anatomy: tuple[torch.Tensor, torch.Tens
     right = turned.unit_to_world() @ unit @ straight.world_to_unit()
     wrong = np.eye(4)
     wrong[:3, 3] = (6, -8, 4)
-    options = {"fixed": in_ras(fixed), "transform": "rigid", "fit_to": "attention", "device": "cpu"}
+    options = {"fixed": in_ras(fixed), "transform": "rigid", "device": "cpu"}
     labels = Image((in_ras(fixed).data > 0.3).astype(np.uint8), in_ras(fixed).affine)
-    found = [
-        register(moving=turned, model="auto", initial_transform=guess, fixed_seg=labels, moving_seg=labels, **options)
-        for guess in (right, wrong, None)
-    ]
+    options |= {"moving": turned, "fixed_seg": labels, "moving_seg": labels, "model": models[1]}
+    found = [register(initial_transform=guess, **options) for guess in (right, wrong, None)]
     assert [one.settings["look"]["turned_back"] for one in found] == [False, True, True]
-    points = map_points(straight.affine, np.random.default_rng(0).uniform(16, 32, (200, 3)))
+    points = map_points(straight.affine, np.random.default_rng(0).uniform(11, 21, (200, 3)))
     for one in found[:2]:
-        assert np.linalg.norm(one.transform(points) - found[2].transform(points), axis=-1).mean() < 12  # 3 voxels
+        assert np.linalg.norm(one.transform(points) - found[2].transform(points), axis=-1).mean() < 12  # 2 voxels
     # "Before" is the guess that was given, not what the look made of it.
     assert found[2].metrics["dice_before"] == pytest.approx(1.0)
     assert found[1].metrics["dice_before"] < 1.0
@@ -506,16 +522,16 @@ BRAINS = Path(__file__).parents[2] / "shared" / "data" / "brain" / "val"
 @pytest.mark.skipif(not BRAINS.exists(), reason="needs the brains, which do not come with the package")
 def test_the_shipped_network_turns_its_answer_with_a_brain() -> None:
     """Φ[M ∘ W, F] = W⁻¹ ∘ Φ[M, F] for W any rotation: nearly, over the brain, by the network alone."""
-    model = load_model("rot", "cpu")
+    model = replace(load_model("rot", "cpu"), grid=(48, 48, 48), voxel=4.0)
     scans = [images.read(BRAINS / f"{name}.nii.gz") for name in ("1101", "1104")]
     fixed, moving = (scan.tensor for scan in prepare_pair(*scans, model, CPU))
-    by = random_rotation((96, 96, 96), 1, like=fixed, generator=torch.Generator().manual_seed(1))
+    by = random_rotation((48, 48, 48), 1, like=fixed, generator=torch.Generator().manual_seed(1))
     assert math.degrees(math.acos((float(torch.trace(by.linear[0])) - 1) / 2)) > 60
     turned = warp(moving, by, like=moving, outside="zeros")
     with torch.no_grad():
         upright, answer = (model.network(image, fixed) for image in (moving, turned))
     inside = fixed[0, 0] > 0.1
-    points = torch.stack(torch.meshgrid(*[torch.linspace(0, 1, 96)] * 3, indexing="ij"), dim=-1)[inside][None, ::50]
-    apart = (by(answer(points)) - upright(points)).norm(dim=-1) * 190
+    points = torch.stack(torch.meshgrid(*[torch.linspace(0, 1, 48)] * 3, indexing="ij"), dim=-1)[inside][None, ::50]
+    apart = (by(answer(points)) - upright(points)).norm(dim=-1) * 188
     assert apart.median() < 4  # millimetres
     assert (apart > 20).float().mean() < 0.05

@@ -98,10 +98,11 @@ def main() -> None:
         loss = matching_loss(alone, *views(scans, arguments.pairs, generator), generator)
         loss.backward()
         optimizer.step()
-        if (step + 1) % 50 == 0:
+        validates = (step + 1) % arguments.validate_every == 0
+        if validates or (step + 1) % 50 == 0:
             passed = round(time.monotonic() - start, 1)
             entry: dict[str, Any] = {"step": step + 1, "loss": float(loss.detach()), "seconds": passed}
-            if (step + 1) % arguments.validate_every == 0:
+            if validates:
                 entry |= {"dev_" + what: value for what, value in errors(first_step(model), kept_back).items()}
                 keep(step + 1)
             print(entry, flush=True)
