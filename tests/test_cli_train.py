@@ -170,7 +170,7 @@ def test_a_run_learns(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: Path) -> None:
     """After SIGKILL halfway, the same command gives the same losses, scores and weights as without it."""
-    longer = ["--steps", "30", "--save-every", "4", "--validate-every", "10", "--no-tensorboard"]
+    longer = ["--steps", "16", "--save-every", "4", "--validate-every", "8", "--no-tensorboard"]
     arguments = command(scans / "scans.csv", tmp_path / "run", *longer)
     log = tmp_path / "run" / "log.jsonl"
     process = start(arguments)
@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(scans: Path, tmp_path: 
         again.communicate()
         assert again.returncode == 0
     assert entries(tmp_path / "run") == entries(tmp_path / "unbroken")
-    assert len(entries(tmp_path / "run")) == 32 + 1 + 3
+    assert len(entries(tmp_path / "run")) == 18 + 1 + 2
     assert same_weights(tmp_path / "run", tmp_path / "unbroken")
 
 
