@@ -133,10 +133,10 @@ def solve(
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
     progress.begin("world_space")
-    forward, backward = (phi.map_tensors(lambda tensor: tensor.detach().float().cpu()) for phi in maps)
+    forward = maps[0].map_tensors(lambda tensor: tensor.detach().float().cpu())
     if kind != "deformable":
         return Solution(fit_to_dense(forward, pair, kind), {}, optimization, **chosen)
-    metrics = {"inverse_consistency_mm": _inverse_consistency(forward, backward, pair)}
+    metrics = {"inverse_consistency_mm": _inverse_consistency(maps, pair)}
     world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
     return Solution(world, metrics, optimization, **chosen, maps=maps)
 
@@ -153,11 +153,14 @@ def _search(pair: PreparedPair, *, rigid: bool) -> AffineMatch:
     return replace(match, transform=match.transform.to(pair.fixed.tensor))
 
 
-def _inverse_consistency(forward: Transform, backward: Transform, pair: PreparedPair) -> float:
+@torch.no_grad()
+def _inverse_consistency(maps: Maps, pair: PreparedPair) -> float:
     """Mean distance in mm of φ(ψ(x)) from x, at the voxels of the moving image as the network sees it."""
     image, grid = pair.moving.image, pair.moving.tensor.shape[2:]
     spacing = [s * (n - 1) / (g - 1) for s, n, g in zip(image.spacing, image.shape, grid, strict=True)]
-    return float(inverse_consistency(forward, backward, pair.moving.tensor.cpu(), spacing=spacing).mean())
+    seen = pair.moving.tensor.float()
+    seen = seen if seen.is_cuda else seen.cpu()
+    return float(inverse_consistency(maps[0].to(seen), maps[1].to(seen), seen, spacing=spacing).mean())
 
 
 def _both(network: RegistrationAlgorithm, pair: PreparedPair) -> Maps:
