@@ -181,10 +181,10 @@ def test_sharper_attention_has_less_spread_and_entropy() -> None:
     for length in (1.0, 16.0):
         torch.manual_seed(0)
         inside = Inside.of(xi(width=8, length=length).eval(), moving, fixed)
-        spread = measure.attention_spread(inside, [78.0] * 3)
+        spread = measure.attention_spread(inside.moments()[1], [78.0] * 3)
         assert spread.shape == inside.fixed.shape[2:]
         spreads.append(float(spread.mean()))
-        entropies.append(measure.attention_entropy(inside, measure.foreground(inside.fixed)))
+        entropies.append(measure.attention_entropy(inside, measure.foreground(inside.fixed), Identity())[0])
     assert spreads[1] < spreads[0] / 1.5
     assert entropies[1] < entropies[0] <= 1.0
 
@@ -193,11 +193,66 @@ def test_spread_of_even_attention_is_that_of_its_grid() -> None:
     inside = Inside.of(
         carl(width=8, length=0.0, unet_down=(4, 8, 8, 8, 8), unet_up=(8, 8, 8, 8, 8)).eval(), body(), body()
     )
-    spread = measure.attention_spread(inside, SIZE)
+    spread = measure.attention_spread(inside.moments()[1], SIZE)
     positions = torch.from_numpy(np.asarray(inside.keys.points(torch.float64, torch.device("cpu")))).reshape(-1, 3)
     expected = math.sqrt(float((positions.var(0, correction=0) * torch.tensor(SIZE).square()).sum()))
     torch.testing.assert_close(spread, torch.full_like(spread, expected), rtol=1e-3, atol=0)
-    assert measure.attention_entropy(inside, measure.foreground(inside.fixed)) == pytest.approx(1.0, abs=1e-4)
+    even = measure.attention_entropy(inside, measure.foreground(inside.fixed), Identity())
+    assert even == pytest.approx((1.0, 1.0), abs=1e-4)
+
+
+def test_a_result_that_attention_does_not_share_is_a_surprise() -> None:
+    image = body(side=40)
+    torch.manual_seed(0)
+    inside = Inside.of(xi(width=8, length=16.0).eval(), image, image)
+    counted = measure.foreground(inside.fixed)
+    shifts = [Affine.translation(torch.tensor([[voxels / 39, 0.0, 0.0]])) for voxels in (0, 4, 10)]
+    entropy, right = measure.attention_entropy(inside, counted, shifts[0])
+    wrong = [measure.attention_entropy(inside, counted, shift)[1] for shift in shifts[1:]]
+    # By hand: minus the logarithm of a voxel's attention to itself, since equal images have equal features.
+    voxels = counted.nonzero().tolist()
+    own = [
+        -float(mask.log()[tuple(n + inside.xi.padding for n in at)])
+        for mask, at in zip(inside.masks(voxels), voxels, strict=True)
+    ]
+    assert right == pytest.approx(np.mean(own) / math.log(inside.keys.count), rel=1e-3)
+    assert right < entropy * 1.05
+    assert right < wrong[0] < wrong[1]
+
+
+def test_the_residual_is_that_of_the_shift() -> None:
+    """Of a wave along one axis: contrast over gradient is 1 / k, and a shift by s leaves sin(k s) of it."""
+    k = 2 * math.pi / 10  # per voxel of 2 mm
+    index = torch.arange(40.0)
+    fixed = 0.5 + 0.5 * torch.sin(k * index)[None, None, :, None, None].expand(1, 1, 40, 40, 40)
+    size, inner = [78.0] * 3, (slice(12, 28),) * 3
+    for voxels in (0.5, 1.0, 2.0):
+        warped = 0.9 - 0.4 * torch.sin(k * (index + voxels))[None, None, :, None, None].expand(1, 1, 40, 40, 40)
+        found = measure.residual(warped, fixed, size)[inner]
+        expected = 2 * math.sin(k * voxels) / k
+        assert float(found.mean()) == pytest.approx(expected, rel=0.15)
+    flat = fixed.clone()
+    flat[..., 20:] = 0.5
+    assert float(measure.flatness(flat, size)[20, 20, 35]) > 10 * float(measure.flatness(flat, size)[20, 20, 5])
+    assert float(measure.residual(flat, flat, size)[20, 20, 35]) > 10 * float(
+        measure.residual(flat, flat, size)[20, 20, 5]
+    )
+
+
+def test_deformation_is_what_no_affine_map_explains() -> None:
+    fixed, inside = body(), torch.ones((SIDE,) * 3, dtype=torch.bool)
+    affine = Affine.from_parts(
+        torch.tensor([[[1.2, 0.1, 0.0], [0.0, 0.9, 0.0], [0.0, 0.0, 1.0]]]), torch.tensor([[0.1, 0.0, 0.0]])
+    )
+    bent, stretched = measure.deformation(affine, fixed, inside, SIZE, SIZE)
+    assert float(bent.max()) < 0.01
+    assert float(stretched.max()) < 0.001
+    points = voxel_points(fixed)
+    wave = torch.zeros(1, 3, SIDE, SIDE, SIDE)
+    wave[:, 0] = 0.02 * torch.sin(4 * math.pi * points[..., 0])  # whole waves: hardly any affine part
+    bent, stretched = measure.deformation(DisplacementField(wave), fixed, inside, SIZE, SIZE)
+    assert float(bent.max()) == pytest.approx(0.02 * SIZE[0], rel=0.5)
+    assert float(stretched.max()) == pytest.approx(0.02 * 4 * math.pi, rel=0.25)
 
 
 def test_features_far_from_training_have_a_large_distance() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from carlreg.confidence.calibration import Calibration
+from carlreg.files.images import Image, map_points, write
 
 ROOT = Path(__file__).parents[1]
 
@@ -132,5 +134,39 @@ def test_every_beginning_of_the_plan_is_balanced(fit: ModuleType, tmp_path: Path
     for count in (150, 300):
         part = tasks[:count]
         assert {task.kind for task in part} == kinds
-        assert 0.4 < sum(task.split == "train" for task in part) / count < 0.6
+        assert 0.35 < sum(task.split == "train" for task in part) / count < 0.5
     assert all({task.fixed.split, task.moving.split} == {task.split} for task in tasks)
+
+
+@pytest.mark.parametrize("alteration", ["synthetic", "turned", "cropped"])
+def test_altered_scans_keep_their_truth(tmp_path: Path, alteration: str) -> None:
+    """A bright ball at each landmark is found at the landmark of the altered scan, or the landmark is gone."""
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence.cases import Scan, Task, prepare
+
+    sys.path.remove(str(ROOT))
+    index = np.array([[20.0, 24, 18], [30, 12, 26], [14, 33, 30]])
+    grid = np.stack(np.meshgrid(*(np.arange(n) for n in (44, 46, 42)), indexing="ij"), axis=-1)
+    balls = sum(np.exp(-((grid - at) ** 2).sum(-1) / 8) for at in index)
+    affine = np.array([[-2.0, 0, 0, 40], [0, 1.5, 0, -30], [0, 0, 2.5, 7], [0, 0, 0, 1]])
+    (tmp_path / "lung" / "popi").mkdir(parents=True)
+    for name in ("inhale", "exhale"):
+        write(Image(100 * np.asarray(balls, np.float32), affine), tmp_path / "lung" / "popi" / f"{name}.nii.gz")
+        rows = "\n".join(",".join(map(str, point)) for point in map_points(affine, index))
+        (tmp_path / "lung" / "popi" / f"{name}_landmarks.csv").write_text(f"x,y,z\n{rows}\n")
+    both = [Scan("lung", "val", f"lung/popi/{name}") for name in ("inhale", "exhale")]
+    amount = {"synthetic": 1e-3, "turned": 40.0, "cropped": 0.5}[alteration]
+    fixed, moving = prepare(tmp_path, Task("any", "lung", "val", *both, alteration, amount, seed=3))
+    assert fixed.landmarks is not None
+    assert moving.landmarks is not None
+    assert (np.linalg.norm(fixed.landmarks - moving.landmarks, axis=-1) > 1).any() or alteration == "cropped"
+    values = moving.image.data
+    for point in moving.landmarks:
+        if np.isnan(point).any():
+            assert alteration == "cropped"
+            continue
+        at = np.rint(map_points(np.linalg.inv(moving.image.affine), point)).astype(int)
+        if ((at >= 0) & (at < values.shape)).all():
+            assert values[tuple(at)] > 50
+    if moving.truth is not None:
+        np.testing.assert_allclose(moving.truth(fixed.landmarks), moving.landmarks, atol=1e-6)

@@ -16,7 +16,7 @@ import torch
 
 from carlreg.files.images import Image, Matrix, map_points, read
 from carlreg.files.landmarks import read_landmarks
-from carlreg.geometry.grids import interpolate, voxel_points
+from carlreg.geometry.grids import interpolate
 from carlreg.geometry.transforms import Affine, DisplacementField, Transform
 
 SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
@@ -30,14 +30,15 @@ LABELS = {
     "lung": (1,),
 }
 TAKEN = {
-    "brain": (4, 3),
-    "abdomen": (4, 3),
-    "abdomen_mr": (4, 3),
-    "cardiac": (5, 4),
+    "brain": (3, 3),
+    "abdomen": (3, 3),
+    "abdomen_mr": (3, 3),
+    "cardiac": (4, 3),
     "hippocampus": (20, 16),
 }
 """Subjects of train and of val that are used. Of train they are the last ones; training kept back the last three."""
-SPLITS = ("train", "val")
+SPLITS = {"train": 0.7, "val": 1.0}
+"""The splits, and how often a task is of each."""
 LUNGS = {
     "train": ("lung/elastix/baseline", "lung/elastix/followup"),
     "val": ("lung/popi/inhale", "lung/popi/exhale"),
@@ -50,7 +51,10 @@ FAMILIES = {
     "cardiac": "heart",
     "hippocampus": "hippocampus",
 }
+CPU = torch.device("cpu")
 SEED = 0
+PLAIN = 2.0
+"""How often an intact pair of each set is taken."""
 
 
 @dataclass(frozen=True)
@@ -130,33 +134,24 @@ def intact(found: dict[tuple[str, str], list[Scan]], split: str) -> dict[str, li
 
 def plan(data: Path) -> list[Task]:
     """All tasks, in an order of which every beginning is balanced over kinds, sets and splits."""
-    found, streams = scans(data), []
-    for split in SPLITS:
+    found = scans(data)
+    timed: list[tuple[float, Task]] = []
+    for split, share in SPLITS.items():
         generator = random.Random(f"{SEED} {split}")
         pairs = {name: each for name, each in intact(found, split).items() if each}
         for name in pairs:
-            first, rest = (pairs[name][:8], pairs[name][8:]) if name == "cardiac" else ([], pairs[name])
+            first, rest = (pairs[name][:6], pairs[name][6:]) if name == "cardiac" else ([], pairs[name])
             pairs[name] = [*first, *generator.sample(rest, len(rest))]
-        for name, each in pairs.items():
-            both = "ct_mr" if name == "ct_mr" else name
-            streams.append([Task("plain", both, split, *pair) for pair in each])
-        streams += list(_failures(pairs, found, split, generator))
-    mixed = [list(stream) for stream in streams if stream]
-    tasks, turn = [], 0
-    while any(mixed):
-        for stream in mixed:
-            # Intact pairs twice as often as each kind of failure.
-            for _ in range(2 if stream and stream[0].kind == "plain" and turn % 2 == 0 else 1):
-                if stream:
-                    tasks.append(stream.pop(0))
-        turn += 1
-    return tasks
+        plain = [(PLAIN, [Task("plain", name, split, *pair) for pair in each]) for name, each in pairs.items()]
+        for rate, tasks in (*plain, *_failures(pairs, found, split, generator)):
+            timed += [((index + 0.5) / (share * rate), task) for index, task in enumerate(tasks)]
+    return [task for _, task in sorted(timed, key=lambda one: one[0])]
 
 
 def _failures(
     pairs: dict[str, list[tuple[Scan, Scan]]], found: dict[tuple[str, str], list[Scan]], split: str, draw: random.Random
-) -> Iterator[list[Task]]:
-    """Streams of tasks, one for each kind of failure, alternating between sets."""
+) -> Iterator[tuple[float, list[Task]]]:
+    """Streams of tasks, one for each kind of failure, alternating between sets; and how often each kind is taken."""
     same = [name for name in pairs if name != "ct_mr"]
 
     def stream(kind: str, sets: Sequence[str] = same, **more: Any) -> list[Task]:
@@ -166,30 +161,42 @@ def _failures(
         tasks = [one for one in itertools.chain.from_iterable(turns) if one is not None]
         return [Task(kind, name, split, a, b, seed=draw.randrange(10**6), **more) for name, (a, b) in tasks]
 
+    def cycle(tasks: list[Task], changes: Sequence[dict[str, Any]]) -> list[Task]:
+        return [replace(task, **change) for task, change in zip(tasks, itertools.cycle(changes), strict=False)]
+
     def amounts(tasks: list[Task], values: Sequence[float]) -> list[Task]:
-        return [replace(task, amount=value) for task, value in zip(tasks, itertools.cycle(values), strict=False)]
+        return cycle(tasks, [{"amount": value} for value in values])
 
     lncc, ssd = (("io_sim", "lncc"),), (("io_sim", "ssd"),)
+    alone: dict[str, Any] = {"options": (("io_iterations", 0), ("allow_identity", False))}
+    turned: dict[str, Any] = {"alteration": "turned", "amount": 90.0}
     everything = [scan for (name, part), each in found.items() if part == split for scan in each]
     other = [(a, b) for a, b in itertools.permutations(everything, 2) if FAMILIES[a.set] != FAMILIES[b.set]]
     draw.shuffle(other)
-    yield [Task("other anatomy", "none", split, a, b, no_common_anatomy=True) for a, b in other[:60]]
-    yield stream("other part", ["brain", "abdomen", "abdomen_mr", "lung"], alteration="parts", no_common_anatomy=True)
-    yield stream("contrast, LNCC forced", alteration="inverted", options=lncc)
-    yield stream("contrast, SSD forced", alteration="inverted", options=ssd)
-    yield stream("CT and MR, SSD forced", ["ct_mr"], options=ssd)
-    yield amounts(stream("turned by 90°", alteration="turned"), [90.0])
-    yield amounts(stream("turned by 20 to 60°", alteration="turned"), [25, 50, 35, 60, 20, 45])
-    yield stream("half empty", alteration="half empty")
-    yield stream("noise instead", alteration="noise", no_common_anatomy=True)
-    yield amounts(stream("noisy", alteration="noisy"), [0.3, 0.6, 1.0])
-    yield stream("untrained", network="untrained")
-    yield amounts(stream("mirrored", alteration="mirrored"), [0, 1, 2])
-    yield amounts(stream("cropped", alteration="cropped"), [0.35, 0.5, 0.65])
-    yield stream("too little regularity", options=(("regularity", 0.005), ("io_sim", "ssd"), ("io_iterations", 60)))
-    yield stream("network alone", [*same, "ct_mr"], options=(("io_iterations", 0),))
-    yield stream("synthetic", alteration="synthetic")
-    yield stream("no network", [*same, "ct_mr"], network="none")
+    yield 2, [Task("other anatomy", "none", split, a, b, no_common_anatomy=True) for a, b in other[:60]]
+    parts = ["brain", "abdomen", "abdomen_mr", "lung"]
+    yield 1, stream("other part", parts, alteration="parts", no_common_anatomy=True)
+    yield 2, stream("contrast, LNCC forced", alteration="inverted", options=lncc)
+    yield 2, stream("contrast, SSD forced", alteration="inverted", options=ssd)
+    yield 1.5, stream("CT and MR, SSD forced", ["ct_mr"], options=ssd)
+    yield 2, stream("turned by 90°", **turned)
+    yield 1, amounts(stream("turned by 20 to 60°", alteration="turned"), [25, 50, 35, 60, 20, 45])
+    yield 2, stream("half empty", alteration="half empty")
+    yield 1, stream("noise instead", alteration="noise", no_common_anatomy=True)
+    yield 1, amounts(stream("noisy", alteration="noisy"), [0.3, 0.6, 1.0])
+    yield 1.5, cycle(stream("untrained", network="untrained"), [alone, {}])
+    yield 2, amounts(stream("mirrored", alteration="mirrored"), [0, 1, 2])
+    yield 1.5, amounts(stream("cropped", alteration="cropped"), [0.35, 0.5, 0.65])
+    yield (
+        0.5,
+        stream("too little regularity", options=(("regularity", 0.005), ("io_sim", "ssd"), ("io_iterations", 60))),
+    )
+    yield 1, stream("network alone", [*same, "ct_mr"], options=(("io_iterations", 0),))
+    yield 2, amounts(stream("synthetic", alteration="synthetic"), [0.03, 0.1, 0.2])
+    yield (
+        2,
+        cycle(stream("no network", [*same, "ct_mr"], network="none"), [{}, turned, {}, {"alteration": "half empty"}]),
+    )
 
 
 # ---- scans and alterations ------------------------------------------------------------------------------------------
@@ -203,15 +210,15 @@ def load(data: Path, scan: Scan) -> Loaded:
     return Loaded(image, read(data / f"{scan.stem}_labels.nii.gz"))
 
 
-def prepare(data: Path, task: Task) -> tuple[Loaded, Loaded]:
-    """The fixed and the moving scan of a task, altered."""
+def prepare(data: Path, task: Task, device: torch.device = CPU) -> tuple[Loaded, Loaded]:
+    """The fixed and the moving scan of a task, altered; scans are resampled on the device."""
     fixed, moving = load(data, task.fixed), load(data, task.moving)
     random_ = np.random.default_rng(task.seed)
     axis = int(random_.integers(3))
     if task.alteration == "inverted":
         return fixed, replace(moving, image=_inverted(moving.image))
     if task.alteration == "turned":
-        return fixed, _turned(moving, task.amount, random_)
+        return fixed, _turned(moving, task.amount, random_, device)
     if task.alteration == "half empty":
         return _kept(fixed, axis, 0.5, bool(random_.integers(2)), empty=True), moving
     if task.alteration == "cropped":
@@ -224,7 +231,7 @@ def prepare(data: Path, task: Task) -> tuple[Loaded, Loaded]:
     if task.alteration == "mirrored":
         return fixed, _mirrored(moving, int(task.amount))
     if task.alteration == "synthetic":
-        return fixed, _synthetic(fixed, task.seed)
+        return fixed, _synthetic(fixed, task.amount, task.seed, device)
     return fixed, moving
 
 
@@ -245,7 +252,8 @@ def _noisy(image: Image, amount: float, draw: np.random.Generator) -> Image:
 
 
 def _kept(one: Loaded, axis: int, share: float, first: bool, *, empty: bool = False) -> Loaded:
-    """A part of a scan along an axis, cut out, or with the rest empty. Labels are cut alike."""
+    """A part of a scan along an axis, cut out, or with the rest empty. Labels are cut alike, and landmarks of the rest
+    are NaN."""
     side = one.image.shape[axis]
     length = max(8, round(share * side))
     part = slice(0, length) if first else slice(side - length, side)
@@ -260,7 +268,11 @@ def _kept(one: Loaded, axis: int, share: float, first: bool, *, empty: bool = Fa
         affine[:-1, -1] = map_points(affine, [part.start if a == axis else 0 for a in range(image.dim)])
         return replace(image, data=image.data[where], affine=affine)
 
-    return replace(one, image=cut(one.image), labels=None if one.labels is None else cut(one.labels))
+    landmarks = one.landmarks
+    if landmarks is not None:
+        position = map_points(np.linalg.inv(one.image.affine), landmarks)[:, axis, None]
+        landmarks = np.where((position >= part.start) & (position < part.stop), landmarks, np.nan)
+    return Loaded(cut(one.image), None if one.labels is None else cut(one.labels), landmarks)
 
 
 def _mirrored(one: Loaded, axis: int) -> Loaded:
@@ -274,7 +286,7 @@ def _mirrored(one: Loaded, axis: int) -> Loaded:
     return Loaded(flipped[0], flipped[1], points)
 
 
-def _turned(one: Loaded, degrees: float, draw: np.random.Generator) -> Loaded:
+def _turned(one: Loaded, degrees: float, draw: np.random.Generator, device: torch.device) -> Loaded:
     """A scan turned about its centre around a random axis, on its own grid."""
     axis = draw.normal(size=3)
     x, y, z = math.radians(degrees) * axis / np.linalg.norm(axis)
@@ -286,47 +298,44 @@ def _turned(one: Loaded, degrees: float, draw: np.random.Generator) -> Loaded:
     world[:3, :3], world[:3, 3] = turn, centre - turn @ centre
     unit = (np.linalg.inv(to_world) @ world @ to_world)[None, :3]
     points = None if one.landmarks is None else map_points(np.linalg.inv(world), one.landmarks)
-    return replace(_resampled(one, Affine(torch.from_numpy(unit).float())), landmarks=points)
+    return replace(_resampled(one, Affine(torch.from_numpy(unit).float()), device), landmarks=points)
 
 
-def _synthetic(one: Loaded, seed: int) -> Loaded:
-    """A scan deformed by a smooth random field of known displacements, up to a tenth of its sides, with noise."""
+def _synthetic(one: Loaded, noise: float, seed: int, device: torch.device) -> Loaded:
+    """A scan deformed by a random field of known displacements, up to a tenth of its sides, with noise."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, 3, 5, 5, 5, generator=generator)
-    shape = [min(n, 64) for n in one.image.shape]
-    field = torch.nn.functional.interpolate(coarse, shape, mode="trilinear", align_corners=True)
+    field = torch.nn.functional.interpolate(coarse, (48,) * 3, mode="trilinear", align_corners=True)
     field = 0.04 * field + 0.04 * torch.randn(1, 3, 1, 1, 1, generator=generator)
     backward = DisplacementField(field)  # points of the moving scan → points of the fixed one
-    forward = _inverse(backward, shape)
     to_world, to_unit = one.image.unit_to_world(), one.image.world_to_unit()
 
     def truth(points: Matrix) -> Matrix:
         unit = torch.from_numpy(map_points(to_unit, points)).float().reshape(1, -1, 3)
-        return map_points(to_world, forward(unit)[0].double().numpy()).reshape(np.shape(points))
+        return map_points(to_world, _inverse(backward, unit)[0].double().numpy()).reshape(np.shape(points))
 
-    moved = _resampled(one, backward)
-    noise = np.random.default_rng(seed)
+    moved = _resampled(one, backward, device)
     points = None if one.landmarks is None else truth(one.landmarks)
-    return replace(moved, image=_noisy(moved.image, 0.03, noise), truth=truth, landmarks=points)
+    image = _noisy(moved.image, noise, np.random.default_rng(seed))
+    return replace(moved, image=image, truth=truth, landmarks=points)
 
 
-def _inverse(phi: DisplacementField, shape: Sequence[int], steps: int = 30) -> DisplacementField:
-    """By fixed-point iteration u(x) = −v(x + u(x)), which smooth fields allow."""
-    points = voxel_points(torch.empty(1, 1, *shape))
-    displacement = torch.zeros_like(points)
+def _inverse(phi: Transform, points: torch.Tensor, steps: int = 30) -> torch.Tensor:
+    """φ⁻¹(x), by the fixed-point iteration y ← x − (φ(y) − y), which moderate displacements allow."""
+    there = points
     for _ in range(steps):
-        there = points + displacement
-        displacement = there - phi(there)
-    return DisplacementField(displacement.movedim(-1, 1))
+        there = points - (phi(there) - there)
+    return there
 
 
-def _resampled(one: Loaded, transform: Transform) -> Loaded:
+def _resampled(one: Loaded, transform: Transform, device: torch.device) -> Loaded:
     """A scan and its labels through a map of unit coordinates, on their own grid."""
 
     def through(image: Image, mode: Any) -> Image:
         low = float(image.data.min())
-        tensor = torch.from_numpy(np.ascontiguousarray(image.data, np.float32))[None, None] - low
-        moved = interpolate(tensor, transform.on_grid_of(tensor), mode=mode, outside="zeros")[0, 0].numpy() + low
+        tensor = torch.from_numpy(np.ascontiguousarray(image.data, np.float32))[None, None].to(device) - low
+        points = transform.to(tensor).on_grid_of(tensor)
+        moved = interpolate(tensor, points, mode=mode, outside="zeros")[0, 0].cpu().numpy() + low
         return replace(image, data=moved.astype(np.float32 if mode == "linear" else image.data.dtype))
 
     labels = None if one.labels is None else through(one.labels, "nearest")

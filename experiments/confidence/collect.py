@@ -10,11 +10,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from carlreg.fast.devices import choose_device
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.geometry.grids import interpolate, voxel_points
 from carlreg.model.loaded import LoadedModel, load_model
-from carlreg.objective.metrics import dice, distance_to, mean_score, mean_surface_distance, surface
+from carlreg.objective.metrics import dice, mean_score, surface
 from carlreg.preparation import PreparedPair, prepare_pair
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
@@ -35,6 +37,9 @@ SIDE = 112
 """Voxels a side, at most, of the grid on which labels are compared."""
 POINTS = 120
 """Points of each pair at which local evidence and local truth are kept."""
+SAMPLES = 600
+"""Points, at most, of each surface whose distance from the other one is measured."""
+LEAST_LANDMARKS = 10
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -109,7 +114,7 @@ def _named(task: Task) -> dict[str, Any]:
 def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torch.device) -> dict[str, Any]:
     """One row: the evidence about a pair, and the truth."""
     began = time.perf_counter()
-    fixed, moving = prepare(data, task)
+    fixed, moving = prepare(data, task, device)
     model = models[task.network]
     pair = prepare_pair(fixed.image, moving.image, model, device)
     model = model.on_grid(pair.fixed.tensor.shape[2:])
@@ -148,11 +153,16 @@ def _compare(
     """Dice and surface distances of labels, errors of landmarks and of synthetic truth, before and after; and local
     evidence beside local truth at some points."""
 
-    def after(points: Matrix) -> Matrix:
-        device = pair.fixed.tensor.device
-        unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), points)).float().to(device)
-        there = maps[0].to(unit)(unit.reshape(1, -1, 3))[0].double().cpu().numpy()
-        return map_points(pair.moving.image.unit_to_world(), there).reshape(np.shape(points))
+    device = pair.fixed.tensor.device
+
+    def after(points: Tensor) -> Tensor:
+        unit = _mapped(pair.fixed.image.world_to_unit(), points).float()
+        there = maps[0].to(unit)(unit.reshape(1, -1, 3))[0].double()
+        return _mapped(pair.moving.image.unit_to_world(), there).reshape(points.shape)
+
+    def missed(points: Matrix, truth: Matrix) -> Matrix:
+        there = after(torch.from_numpy(points).double().to(device)).cpu().numpy()
+        return np.asarray(np.linalg.norm(there - truth, axis=-1))
 
     scores: dict[str, float] = {}
     where: list[Matrix] = []
@@ -160,22 +170,26 @@ def _compare(
     if task.no_common_anatomy:
         return {}, None
     if fixed.landmarks is not None and moving.landmarks is not None:
-        scores["tre_before_mm"] = float(np.linalg.norm(fixed.landmarks - moving.landmarks, axis=-1).mean())
-        apart = np.linalg.norm(after(fixed.landmarks) - moving.landmarks, axis=-1)
-        scores["tre_mm"] = float(apart.mean())
-        where.append(fixed.landmarks)
-        errors.append(apart)
+        # Landmarks that an alteration has removed from one of the scans correspond to nothing.
+        seen = _inside(moving.image, moving.landmarks) & _inside(fixed.image, fixed.landmarks)
+        here, there = fixed.landmarks[seen], moving.landmarks[seen]
+        if len(here) >= LEAST_LANDMARKS:
+            apart = missed(here, there)
+            scores["tre_before_mm"] = float(np.linalg.norm(here - there, axis=-1).mean())
+            scores["tre_mm"] = float(apart.mean())
+            where, errors = [here], [apart]
     if moving.truth is not None:
         inside = fixed.image.data > np.percentile(fixed.image.data, 50)
-        voxels = np.argwhere(inside)
-        chosen = voxels[np.random.default_rng(task.seed).permutation(len(voxels))[:POINTS]]
-        points = map_points(fixed.image.affine, chosen)
-        apart = np.linalg.norm(after(points) - moving.truth(points), axis=-1)
+        chosen = np.random.default_rng(task.seed).choice(np.flatnonzero(inside), 2 * POINTS)
+        points = map_points(fixed.image.affine, np.stack(np.unravel_index(chosen, inside.shape), axis=-1))
+        points = points[_inside(moving.image, moving.truth(points))][:POINTS]
+        truth = moving.truth(points)
+        apart = missed(points, truth)
         scores["true_error_mm"] = float(apart.mean())
-        scores["true_error_before_mm"] = float(np.linalg.norm(points - moving.truth(points), axis=-1).mean())
+        scores["true_error_before_mm"] = float(np.linalg.norm(points - truth, axis=-1).mean())
         where, errors = [points], [apart]
     if fixed.labels is not None and moving.labels is not None and task.set in LABELS:
-        more, points, apart = _labels(task, fixed.labels, moving.labels, after, pair.fixed.tensor.device)
+        more, points, apart = _labels(task, fixed.labels, moving.labels, after, device)
         scores |= more
         if moving.truth is None and len(points):
             where, errors = [points], [apart]
@@ -191,54 +205,72 @@ def _sample(values: Tensor, unit: Tensor) -> list[float]:
     return [float(f"{value:.4g}") for value in sampled.tolist()]
 
 
+def _inside(image: Image, points: Matrix) -> npt.NDArray[np.bool_]:
+    """Whether world points lie inside an image; those that are NaN do not."""
+    unit = map_points(image.world_to_unit(), points)
+    return np.asarray(((unit >= 0) & (unit <= 1)).all(-1))
+
+
 def _labels(
-    task: Task, fixed: Image, moving: Image, after: Any, device: torch.device
+    task: Task, fixed: Image, moving: Image, after: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[dict[str, float], Matrix, Matrix]:
     """Scores of labels on a coarse grid, and points on surfaces of the fixed labels with their distances."""
     shape = tuple(min(n, SIDE) for n in fixed.shape)
-    unit = voxel_points(torch.empty(1, 1, *shape))[0].double().numpy()
-    world = map_points(fixed.unit_to_world(), unit)
     spacing = [mm * (n - 1) / max(m - 1, 1) for mm, n, m in zip(fixed.spacing, fixed.shape, shape, strict=True)]
-    here, wanted = _at(fixed, world, device), LABELS[task.set]
+    world = _mapped(fixed.unit_to_world(), voxel_points(torch.empty(1, 1, *shape, device=device))[0].double())
+    here = _at(fixed, world)
+    labels = [label for label in LABELS[task.set] if bool((here == label).any()) and (moving.data == label).any()]
     scores: dict[str, float] = {}
-    where: list[Matrix] = []
-    errors: list[Matrix] = []
-    labels = [label for label in wanted if bool((here == label).any()) and (moving.data == label).any()]
     for when, points in (("before", world), ("after", after(world))):
-        there = _at(moving, points, device)
+        there = _at(moving, points)
         if task.alteration == "half empty":
-            there = torch.where(torch.from_numpy(_not_empty(fixed, world)).to(device), there, 0)
+            there = torch.where(_not_empty(fixed, world), there, 0)
         scores[f"dice_{when}"] = mean_score(dice(there, here, labels))
-        distances = [mean_surface_distance(there, here, label, spacing=spacing) for label in labels]
-        scores[f"surface_{when}_mm"] = mean_score(dict(enumerate(distances)))
+    generator = torch.Generator().manual_seed(task.seed)
+    step = torch.tensor(spacing, device=device)
+    where, errors, distances = [], [], []
     for label in labels:
-        mine, other = surface(here == label), surface(there == label)
-        if not bool(other.any()):
+        mine, other = (surface(one == label).nonzero() for one in (here, there))
+        if not len(other):
             continue
-        voxels = mine.nonzero()
-        order = torch.randperm(len(voxels), generator=torch.Generator().manual_seed(task.seed))
-        chosen = voxels[order[: POINTS // len(labels)].to(voxels.device)]
-        apart = distance_to(other, spacing)[tuple(chosen.T)]
-        where.append(world[tuple(chosen.cpu().numpy().T)])
-        errors.append(apart.cpu().numpy())
-    both = (np.concatenate(where), np.concatenate(errors)) if where else (np.zeros((0, 3)), np.zeros(0))
-    return {name: value for name, value in scores.items() if math.isfinite(value)}, *both
+        chosen, back = (each[torch.randperm(len(each), generator=generator)[:SAMPLES]] for each in (mine, other))
+        out = _nearest(chosen * step, other * step)
+        both = (float(out.mean()), len(mine)), (float(_nearest(back * step, mine * step).mean()), len(other))
+        distances.append(sum(mm * count for mm, count in both) / (len(mine) + len(other)))
+        first = POINTS // len(labels)
+        where.append(world[tuple(chosen[:first].T)].cpu().numpy())
+        errors.append(out[:first].cpu().numpy())
+    scores["surface_after_mm"] = mean_score(dict(enumerate(distances)))
+    kept = (np.concatenate(where), np.concatenate(errors)) if where else (np.zeros((0, 3)), np.zeros(0))
+    return {name: value for name, value in scores.items() if math.isfinite(value)}, *kept
 
 
-def _not_empty(labels: Image, world: Matrix) -> Matrix:
+def _nearest(points: Tensor, others: Tensor) -> Tensor:
+    """The distance of each of N points to the nearest of M others."""
+    return torch.cdist(points.float(), others.float()).amin(1)
+
+
+def _mapped(matrix: npt.NDArray[Any], points: Tensor) -> Tensor:
+    """Points (..., D) through a homogeneous matrix, on their device."""
+    homogeneous = torch.from_numpy(matrix).to(points)
+    return points @ homogeneous[:-1, :-1].mT + homogeneous[:-1, -1]
+
+
+def _not_empty(labels: Image, world: Tensor) -> Tensor:
     """Whether points lie in the part of the fixed scan that was not emptied, judging by the extent of its labels."""
     box = np.argwhere(labels.data > 0)
     if not len(box):
-        return np.ones((1, 1, *world.shape[:-1]), bool)
-    index = map_points(np.linalg.inv(labels.affine), world)
-    return ((index >= box.min(0) - 1) & (index <= box.max(0) + 1)).all(-1)[None, None]
+        return torch.ones(1, 1, *world.shape[:-1], dtype=torch.bool, device=world.device)
+    index = _mapped(np.linalg.inv(labels.affine), world)
+    low, high = (torch.from_numpy(corner).to(index) for corner in (box.min(0) - 1, box.max(0) + 1))
+    return ((index >= low) & (index <= high)).all(-1)[None, None]
 
 
-def _at(labels: Image, world: Matrix, device: torch.device) -> Tensor:
+def _at(labels: Image, world: Tensor) -> Tensor:
     """(1, 1, *shape): labels at points, by the nearest voxel; 0 outside."""
-    index = torch.from_numpy(map_points(np.linalg.inv(labels.affine), world)).round().long().to(device)
-    last = torch.tensor(labels.shape, device=device) - 1
+    index = _mapped(np.linalg.inv(labels.affine), world).round().long()
+    last = torch.tensor(labels.shape, device=world.device) - 1
     inside = ((index >= 0) & (index <= last)).all(-1)
-    data = torch.from_numpy(labels.data.astype(np.int64)).to(device)
+    data = torch.from_numpy(labels.data.astype(np.int64)).to(world.device)
     clamped = torch.minimum(index.clamp(min=0), last)
     return torch.where(inside, data[tuple(clamped.movedim(-1, 0))], 0)[None, None]

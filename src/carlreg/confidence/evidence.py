@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from carlreg.errors import InputError
 from carlreg.explain import Inside
 from carlreg.fast.precision import full_precision
+from carlreg.geometry.fitting import fit_affine
 from carlreg.geometry.grids import interpolate, voxel_points
 from carlreg.geometry.jacobian import jacobian_determinant
 from carlreg.geometry.resizing import resize
@@ -40,6 +44,8 @@ WRONG = 0.12
 """By which fraction of the sides the warped image is shifted to make deliberately wrong alignments."""
 EXTREME = 4.0
 """Where volumes change by more than this factor, they change extremely."""
+NOISE = 0.02
+"""Differences of intensity below this show nothing."""
 SAMPLES = 256
 """How many points the entropy of attention is averaged over."""
 
@@ -83,6 +89,15 @@ class Evidence:
     """Which fraction of the loss the optimisation removed."""
     moved_mm: float = math.nan
     """How far the optimisation moved the network's answer, on average."""
+    residual_mm: float = math.nan
+    """How far structures seem to be apart after the registration, by what is left of their contrast, median."""
+    deformation_mm: float = math.nan
+    """How far the result is from an affine map, on average."""
+    attention_mm: float = math.nan
+    """How far the result is from the centre of each point's attention, median."""
+    surprise: float = math.nan
+    """How little attention there is at the result: minus its mean logarithm, as a fraction of that of even attention to
+    everything."""
     novelty: float = math.nan
     """How far the features of the less usual image are from those of training, in standard deviations."""
     kinship: float = math.nan
@@ -113,12 +128,12 @@ def extent(inside: Tensor, size: Sequence[float]) -> float:
 @full_precision
 def disagreement(phi: Transform, psi: Transform, fixed: Tensor, size: Sequence[float]) -> Tensor:
     """|ψ(φ(x)) − x| in mm. Zero if each direction is the other's inverse, which nothing but the truth requires."""
-    return _length(psi(phi.on_grid_of(fixed)) - voxel_points(fixed), size)
+    return distance(psi(phi.on_grid_of(fixed)) - voxel_points(fixed), size)
 
 
 def difference(phi: Transform, other: Transform, fixed: Tensor, size: Sequence[float]) -> Tensor:
     """|φ(x) − φ′(x)| in mm of the moving image, whose size is given."""
-    return _length(phi.on_grid_of(fixed) - other.on_grid_of(fixed), size)
+    return distance(phi.on_grid_of(fixed) - other.on_grid_of(fixed), size)
 
 
 def shift_probe(moving: Tensor, sign: int = 1) -> Affine:
@@ -152,10 +167,10 @@ def certificate(
     input. An equivariant algorithm that is right gives 0."""
     seen = interpolate(moving, probe.on_grid_of(moving), outside="zeros")
     answer = network(seen, fixed)
-    return _length(probe(answer.on_grid_of(fixed).float()) - phi.on_grid_of(fixed).float(), size)
+    return distance(probe(answer.on_grid_of(fixed).float()) - phi.on_grid_of(fixed).float(), size)
 
 
-def _length(vectors: Tensor, size: Sequence[float]) -> Tensor:
+def distance(vectors: Tensor, size: Sequence[float]) -> Tensor:
     """(1, *shape, D) in unit coordinates → (*shape) in mm."""
     return (vectors.float() * torch.tensor(list(size), device=vectors.device).float()).norm(dim=-1)[0]
 
@@ -207,6 +222,48 @@ def wrong_alignments(image: Tensor) -> Iterator[Tensor]:
         yield image.flip(axis)
 
 
+def residual(warped: Tensor, fixed: Tensor, size: Sequence[float]) -> Tensor:
+    """How far structures seem to be apart, in mm: the contrast in a window of the fixed image that the warped one does
+    not explain, whatever its own contrast, over the mean gradient there. Large where the image is flat, too."""
+    correlation = local_correlation(warped, fixed, WINDOW)
+    inside = gaussian_blur(torch.ones_like(fixed), WINDOW)
+    mean, square, slope = (gaussian_blur(x, WINDOW) / inside for x in (fixed, fixed**2, _slope(fixed, size).square()))
+    unexplained = (square - mean * mean).clamp(min=0) * (1 - correlation.square()).clamp(min=0) + NOISE**2
+    return (unexplained / slope.clamp(min=1e-8)).sqrt()[0, 0].clamp(max=max(size))
+
+
+def flatness(fixed: Tensor, size: Sequence[float]) -> Tensor:
+    """Within how many mm the fixed image changes by more than noise: small at edges and in texture."""
+    slope = gaussian_blur(_slope(fixed, size).square(), WINDOW) / gaussian_blur(torch.ones_like(fixed), WINDOW)
+    return (NOISE / slope.sqrt().clamp(min=1e-8))[0, 0].clamp(max=max(size))
+
+
+def _slope(image: Tensor, size: Sequence[float]) -> Tensor:
+    """The length of an image's gradient, per mm."""
+    slopes = [
+        torch.gradient(image, spacing=max(side, 1e-6) / (image.shape[axis] - 1), dim=axis)[0].square()
+        for axis, side in enumerate(size, start=2)
+        if image.shape[axis] > 1
+    ]
+    return torch.stack(slopes).sum(0).sqrt()
+
+
+def deformation(
+    phi: Transform, fixed: Tensor, inside: Tensor, size: Sequence[float], moving_size: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """How far a map is from the affine map closest to it over a foreground, in mm of the moving image; and how much it
+    stretches relative to that map, in mm for each mm."""
+    points, mapped = voxel_points(fixed).float(), phi.on_grid_of(fixed).float()
+    affine = fit_affine(points[:, inside], mapped[:, inside])
+    apart = ((mapped - affine(points)) * torch.tensor(list(moving_size), device=mapped.device).float())[0]
+    slopes = [
+        torch.gradient(apart, spacing=max(side, 1e-6) / (voxels - 1), dim=axis)[0].square().sum(-1)
+        for axis, (side, voxels) in enumerate(zip(size, inside.shape, strict=True))
+        if voxels > 1
+    ]
+    return apart.norm(dim=-1), torch.stack(slopes).sum(0).sqrt()
+
+
 def overlap(warped: Tensor, inside: Tensor) -> tuple[float, float]:
     """The share of a foreground (*shape) that is covered by that of the warped image, and their Dice overlap."""
     other = warped[0, 0] > FOREGROUND
@@ -232,23 +289,36 @@ def optimisation_gain(losses: Sequence[dict[str, float]]) -> float:
     return (totals[0] - min(totals)) / max(abs(totals[0]), 1e-6) if len(totals) > 1 else math.nan
 
 
-def attention_spread(inside: Inside, size: Sequence[float]) -> Tensor:
+def attention_spread(covariance: Tensor, size: Sequence[float]) -> Tensor:
     """(*pooled shape): the spread of every fixed voxel's attention in mm, for a moving image of this size, which the
     network's poolings leave nearly as it is."""
-    _, covariance = inside.moments()
     scale = torch.tensor(list(size), dtype=covariance.dtype, device=covariance.device)
     return (covariance.diagonal(dim1=-2, dim2=-1) * scale.square()).sum(-1).clamp(min=0).sqrt().float()
 
 
 @torch.no_grad()
-def attention_entropy(inside: Inside, counted: Tensor) -> float:
-    """Mean entropy of the attention of some voxels of a foreground (*pooled shape), as a fraction of the highest."""
+def attention_entropy(inside: Inside, counted: Tensor, phi: Transform) -> tuple[float, float]:
+    """Mean entropy of the attention of some voxels of a foreground (*pooled shape), and the mean of minus its logarithm
+    at the result φ, both as fractions of the highest entropy."""
     chosen = counted.nonzero()
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:SAMPLES].to(chosen.device)
-    queries = inside.fixed_features[0][tuple(chosen[order].T)].float()
+    voxels = chosen[order]
+    queries = inside.fixed_features[0][tuple(voxels.T)].float()
     keys = inside.moving_features[0].flatten(0, -2).float()
-    logits = (queries @ keys.mT).log_softmax(dim=-1)
-    return float(-(logits.exp() * logits).sum(-1).mean()) / math.log(len(keys))
+    logits = queries @ keys.mT
+    total = logits.logsumexp(dim=-1)
+    attention = logits - total[:, None]
+    # Where the result is on the padded grid of the keys.
+    there = _through(np.linalg.inv(inside.moving_to_unit), phi(_through(inside.fixed_to_unit, voxels[None].float())))
+    sides = torch.tensor(inside.keys.shape, device=there.device)
+    matched = interpolate(inside.moving_features.float().movedim(-1, 1), there / (sides - 1).clamp(min=1))[0].mT
+    entropy, surprise = -(attention.exp() * attention).sum(-1), total - (queries * matched).sum(-1)
+    return float(entropy.mean()) / math.log(len(keys)), float(surprise.mean()) / math.log(len(keys))
+
+
+def _through(matrix: npt.NDArray[Any], points: Tensor) -> Tensor:
+    homogeneous = torch.from_numpy(matrix).to(points)
+    return points @ homogeneous[:-1, :-1].mT + homogeneous[:-1, -1]
 
 
 def pooled_features(features: Tensor, counted: Tensor) -> Tensor:

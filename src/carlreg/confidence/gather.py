@@ -82,7 +82,8 @@ def gather(answer: Answer, budget: Budget) -> Gathered:
     own = measure.disagreement(first[0], first[1], seen.fixed, seen.size)
     numbers["network_disagreement_mm"] = seen.average(own)
     local["network_disagreement"] = own
-    numbers["moved_mm"] = seen.average(measure.difference(seen.maps[0], first[0], seen.fixed, seen.moving_size))
+    local["moved"] = measure.difference(seen.maps[0], first[0], seen.fixed, seen.moving_size)
+    numbers["moved_mm"] = seen.average(local["moved"])
 
     def affordable(share: float) -> bool:
         return time.perf_counter() - began + share * budget.network_seconds <= budget.seconds
@@ -127,6 +128,8 @@ class _Seen:
         warped = interpolate(self.moving, phi.on_grid_of(self.fixed), outside="zeros")
         apart = measure.disagreement(phi, psi, self.fixed, self.size)
         alike = measure.similarity(warped, self.fixed, self.inside)
+        left = measure.residual(warped, self.fixed, self.size)
+        bent, stretched = measure.deformation(phi, self.fixed, self.inside, self.size, self.moving_size)
         covered, overlap = measure.overlap(warped, self.inside)
         scale = 1.0
         for here, there in zip(self.size, self.moving_size, strict=True):
@@ -135,6 +138,8 @@ class _Seen:
         numbers = {
             "extent_mm": measure.extent(self.inside, self.size),
             "disagreement_mm": self.average(apart),
+            "residual_mm": self.quantiles(left)[0],
+            "deformation_mm": self.average(bent),
             "similarity": alike.mean,
             "similarity_excess": alike.excess,
             "agreement": alike.agreement,
@@ -145,7 +150,9 @@ class _Seen:
             "volume": volume,
             "gain": measure.optimisation_gain(losses),
         }
-        return numbers, {"disagreement": apart, "similarity": alike.squared}
+        local = {"disagreement": apart, "similarity": alike.squared, "residual": left, "deformation": bent}
+        local["stretch"] = stretched * numbers["extent_mm"]  # in mm over the extent, like the rest
+        return numbers, local | {"flatness": measure.flatness(self.fixed, self.size)}
 
     def average(self, values: Tensor) -> float:
         return float(values[self.inside].mean())
@@ -176,13 +183,17 @@ def _attention(answer: Answer, numbers: dict[str, float], local: dict[str, Tenso
     """Add the spread and the entropy of attention, and return pooled features."""
     assert answer.network is not None
     fixed, moving = answer.pair
+    size, phi = _size(moving), answer.maps[0]
     with mixed_precision(fixed.tensor.device):
         inside = Inside.of(answer.network, moving.tensor, fixed.tensor)
-        spread = measure.attention_spread(inside, _size(moving))
+        mean, covariance = inside.moments()
+    spread = measure.attention_spread(covariance, size)
+    apart = measure.distance(mean[None] - phi.to(inside.fixed).on_grid_of(inside.fixed), size)
     here, there = measure.foreground(inside.fixed), measure.foreground(inside.moving)
-    local["spread"] = spread
+    local["spread"], local["attention"] = spread, apart
     numbers["spread_mm"] = float(spread[here].mean())
-    numbers["entropy"] = measure.attention_entropy(inside, here)
+    numbers["attention_mm"] = float(apart[here].median())
+    numbers["entropy"], numbers["surprise"] = measure.attention_entropy(inside, here, phi.to(inside.fixed))
     keys = inside.xi.crop(inside.moving_features)
     return measure.pooled_features(inside.fixed_features, here), measure.pooled_features(keys, there)
 

@@ -62,6 +62,10 @@ NUMBERS: dict[str, Callable[[Values], float]] = {
     "extreme": _percent("extreme_percent"),
     "volume": _logarithm("volume"),
     "gain": _plain("gain"),
+    "residual": _relative("residual_mm"),
+    "deformation": _relative("deformation_mm"),
+    "attention": _relative("attention_mm"),
+    "surprise": _plain("surprise"),
     "novelty": _logarithm("novelty"),
     "kinship": _logarithm("kinship"),
 }
