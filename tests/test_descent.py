@@ -88,3 +88,15 @@ def test_a_step_of_adam_keeps_the_best_field() -> None:
         ours[4] = ours[4] + 1
     assert_close(ours[1:], plain[1:])
     assert not torch.equal(plain[5], plain[4])
+
+
+def test_the_layout_of_the_start_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks' fields often have their channels last in memory."""
+    monkeypatch.setattr(fast, "descends_on", lambda image: image.dtype == torch.float32)
+    ours = level(pictures("slices"), torch.float32, DEVICE)
+    start = [torch.zeros_like(side.grid) + 0.02 * torch.randn(side.grid.shape).to(side.grid) for side in ours.sides]
+    strange = [field.movedim(1, -1).contiguous().movedim(-1, 1) for field in start]
+    assert not strange[0].is_contiguous()
+    found = [ours.descend(fields, 2, 0, None) for fields in (start, strange)]
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][0], found[1][0], strict=True))

@@ -337,6 +337,7 @@ class _Level:
     ) -> tuple[list[Tensor], list[dict[str, float]], int]:
         """Take steps, numbered from `first`: the fields with the lowest loss, all losses, and which was the lowest."""
         rate, decay = self.settings.learning_rate, self.settings.decay
+        start = [field.contiguous() for field in start]  # as kernels expect fields, and copies of them
         changes, mean, square = ([torch.zeros_like(field) for field in start] for _ in range(3))
         best = [field.clone() for field in start]
         lowest = start[0].new_full((), math.inf)
