@@ -238,7 +238,7 @@ SETS = {
 @table
 def base_at_the_grid() -> Iterator[Sequence[str]]:
     yield "", "pairs", "before", "after", "folds, %"
-    scores = result("base/results/scores-10.json")["after"]["val"]
+    scores = result("base/results/scores-12.json")["before"]["val"]  # before a run that was discarded: as shipped
     for words, kind in (
         ("brain, 14 subcortical structures", "brain"),
         ("the same, moving brain in another contrast", "brain_other_contrast"),
@@ -327,6 +327,12 @@ def base_6() -> Iterator[Sequence[str]]:
 def base_7() -> Iterator[Sequence[str]]:
     runs = (("scores-10.json", "before"), ("scores-10.json", "after"))
     yield from versions_of_base(("carl-base 6", "carl-base 7"), runs)
+
+
+@table
+def base_passes() -> Iterator[Sequence[str]]:
+    runs = (("scores-10.json", "after"), ("scores-12.json", "before"), ("scores-12.json", "after"))
+    yield from versions_of_base(("one pass", "as shipped", "trained further with two"), runs)
 
 
 def versions_of_base(versions: Sequence[str], runs: Sequence[tuple[str, str]]) -> Iterator[Sequence[str]]:
