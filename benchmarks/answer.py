@@ -103,7 +103,7 @@ class Bench:
     def align(self, files: Files, steps: int | None = None, finest: int = solve.FINEST) -> tuple[Alignment, Progress]:
         """Without results on a disk; `steps` of 0 are the network alone."""
         work, usual = Progress(), solve.FINEST
-        options = RegisterOptions(device=self.device, io_iterations=steps, allow_identity=steps != 0)
+        options = RegisterOptions(device=self.device, io_iterations=steps, allow_identity=steps != 0, confidence="off")
         solve.FINEST = finest
         try:
             return align_pair(self.inputs(files), self.model, options, work), work
