@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -11,9 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from carlreg.confidence.calibration import Calibration
+from carlreg.confidence.calibration import SUFFIX, Calibration, Linear, Steps, numbers_of
+from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, map_points, write
+from carlreg.model.files import save
+from carlreg.model.loaded import load_model
+from carlreg.model.zoo import carl
 
 ROOT = Path(__file__).parents[1]
 
@@ -170,3 +178,88 @@ def test_altered_scans_keep_their_truth(tmp_path: Path, alteration: str) -> None
             assert values[tuple(at)] > 50
     if moving.truth is not None:
         np.testing.assert_allclose(moving.truth(fixed.landmarks), moving.landmarks, atol=1e-6)
+
+
+def test_a_row_and_the_ladder_of_a_small_pair(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence import collect, ladder
+    from experiments.confidence.cases import Scan, Task
+
+    sys.path.remove(str(ROOT))
+    folder = tmp_path / "hippocampus" / "val"
+    folder.mkdir(parents=True)
+    grid = np.stack(np.meshgrid(*(np.linspace(-1, 1, 32),) * 3, indexing="ij"), axis=-1)
+    for name, shift in (("a", 0.0), ("b", 0.1)):
+        radius = np.linalg.norm((grid - [shift, 0, 0]) / [0.8, 0.6, 0.7], axis=-1)
+        scan = np.where(radius < 1, 60 + 40 * np.cos(5 * grid[..., 1]) * np.sin(4 * (grid[..., 0] - shift)), 0)
+        label = np.where(radius < 0.7, np.where(grid[..., 0] > shift, 1, 2), 0)
+        write(Image(scan.astype(np.float32), np.diag([2.0, 2, 2, 1])), folder / f"{name}.nii.gz")
+        write(Image(label.astype(np.uint8), np.diag([2.0, 2, 2, 1])), folder / f"{name}_labels.nii.gz")
+    path = tmp_path / "small.safetensors"
+    save(carl(width=8, unet_down=(4, 8, 8, 8, 8), unet_up=(8, 8, 8, 8, 8)), path, metadata={"grid": "32 32 32"})
+    both = [Scan("hippocampus", "val", f"hippocampus/val/{name}") for name in "ab"]
+    task = Task("plain", "hippocampus", "val", *both, options=(("io_iterations", 2),))
+    cpu = torch.device("cpu")
+    row = collect.collect(tmp_path, task, {"default": load_model(path, cpu)}, cpu)
+    json.dumps(row)
+    assert 0 < row["dice_before"] < row["dice_after"] <= 1  # the optimisation starts from the better of two maps
+    assert 0 < row["surface_after_mm"] < 8
+    assert len(row["points"]["truth"]) == collect.POINTS
+    assert {"residual", "flatness", "deformation", "stretch", "moved", "attention", "turn"} <= row["points"].keys()
+    numbers = numbers_of(row["evidence"])
+    assert {name for name, value in numbers.items() if math.isnan(value)} == {"novelty", "kinship"}  # of the fit
+
+    names = ("disagreement",)
+    odds = Linear(names, (0.0,), (1.0,), (0.0,), -4.0)
+    calibration = Calibration(sha256(path), (odds,), ((odds, Steps((-4.0,), (-3.0,))),), 0.2, 0.8)
+    with pytest.raises(SystemExit, match="no calibration"):
+        ladder.run(argparse.Namespace(summarise=False, model=str(path)))
+    path.with_name(f"small{SUFFIX}").write_text(json.dumps(calibration.to_json()))
+    found = ladder.compare(tmp_path, task, load_model(path, cpu), cpu)
+    assert found["tried"] == []
+    assert found["first"] == found["best"]
+    assert found["first"]["verdict"] == "good"
+    assert found["first"]["dice_after"] == pytest.approx(row["dice_after"], abs=0.02)
+
+
+def test_the_ladder_is_summed_up() -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence.ladder import summary
+
+    sys.path.remove(str(ROOT))
+
+    def row(first: float, best: float, verdict: str, seconds: float) -> dict[str, Any]:
+        scores = ({"dice_before": 0.2, "dice_after": dice, "verdict": verdict} for dice in (first, best))
+        parts = dict(zip(("first", "best"), scores, strict=True))
+        tried = ["a", "b"] if first != best else []
+        return {"kind": "plain", "set": "brain", "tried": tried, "seconds": {"first": 1.0, "all": seconds}, **parts}
+
+    rows = [
+        row(0.1, 0.8, "good", 3),
+        row(0.1, 0.7, "doubtful", 3),
+        row(0.8, 0.8, "good", 1),
+        row(0.8, 0.3, "good", 1.2),
+    ]
+    found = summary(rows, {"brain": 0.8})["all"]
+    assert (found["failed_before"], found["failed_after"]) == (2, 1)
+    assert (found["mended"], found["mended_and_good"], found["worse"], found["climbed"]) == (2, 1, 1, 3)
+    assert found["median_time"] == pytest.approx(2.1)
+
+
+def test_altered_headers_are_those_that_are_meant() -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence.orientation import alterations, altered
+
+    sys.path.remove(str(ROOT))
+    data = np.random.default_rng(0).random((5, 6, 7)).astype(np.float32)
+    image = Image(data, np.diag([-1.0, -2, 3, 1]))
+    changes = alterations("abdomen")
+    assert len(changes) == 9
+    assert len(alterations("brain")) == 8
+    for matrix in changes.values():
+        found = altered(image, matrix)
+        centre, other = (np.array(data.shape) - 1) / 2, (np.array(found.shape) - 1) / 2
+        for index in np.ndindex(*found.shape):
+            old = np.rint(matrix @ (np.array(index) - other) + centre).astype(int)
+            assert found.data[index] == data[tuple(old)]
+        np.testing.assert_allclose(np.abs(matrix) @ found.spacing, image.spacing)

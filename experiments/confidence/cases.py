@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,10 @@ class Task:
     no_common_anatomy: bool = False
 
 
-def scans(data: Path) -> dict[tuple[str, str], list[Scan]]:
+def scans(data: Path, taken: Mapping[str, tuple[int, int]] = TAKEN) -> dict[tuple[str, str], list[Scan]]:
     """The scans that are used, by set and split; sets that are not there have none."""
     found: dict[tuple[str, str], list[Scan]] = {}
-    for (name, counts), (index, split) in itertools.product(TAKEN.items(), enumerate(SPLITS)):
+    for (name, counts), (index, split) in itertools.product(taken.items(), enumerate(SPLITS)):
         paths = sorted(path for path in (data / name / split).glob("*.nii.gz") if "_labels" not in path.name)
         stems = [f"{name}/{split}/{path.name.removesuffix('.nii.gz')}" for path in paths]
         each = 2 if name == "cardiac" else 1

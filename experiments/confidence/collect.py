@@ -40,10 +40,12 @@ POINTS = 120
 SAMPLES = 600
 """Points, at most, of each surface whose distance from the other one is measured."""
 LEAST_LANDMARKS = 10
+PointMap = Callable[[Tensor], Tensor]
+"""World points (..., 3) of the fixed image to those of the moving one, in float64."""
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Collect rows in so many processes, until all tasks are done or time is up."""
+def work_of(arguments: argparse.Namespace) -> slice | None:
+    """Which of the tasks are this process's; None once so many others have done them all."""
     if arguments.workers > 1:
         words = [sys.executable, *sys.argv, "--worker"]
         work = [
@@ -53,26 +55,35 @@ def run(arguments: argparse.Namespace) -> None:
         codes = [one.wait() for one in work]
         if any(codes):
             sys.exit(f"workers ended with {codes}")
+        return None
+    index, of = map(int, arguments.worker.split("/"))
+    if of > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // of))
+    return slice(index, None, of)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Collect rows in so many processes, until all tasks are done or time is up."""
+    mine = work_of(arguments)
+    if mine is None:
         return
     began = time.monotonic()
     device = choose_device(arguments.device)
-    if arguments.of > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.of))
     models = {"default": load_model(arguments.model, device), "none": load_model("none", device)}
     models["untrained"] = _untrained(models["default"])
     tasks = [task for task in plan(arguments.data) if not arguments.sets or task.set in arguments.sets]
     tasks = [task for task in tasks if not arguments.kinds or task.kind in arguments.kinds]
     done = _done(arguments.out) if arguments.resume else set()
-    for number, task in enumerate(tasks[: arguments.limit]):
-        if number % arguments.of != arguments.index or number in done:
+    for number, task in list(enumerate(tasks[: arguments.limit]))[mine]:
+        if number in done:
             continue
         if time.monotonic() - began > arguments.seconds:
             break
         try:
             row = collect(arguments.data, task, models, device)
         except Exception as error:  # one pair must not end the run; the row has the reason
-            row = _named(task) | {"error": f"{type(error).__name__}: {error}"}
-        row = {"number": number, "machine": f"{machine()}, {_accelerator(device)}", **row}
+            row = named(task) | {"error": f"{type(error).__name__}: {error}"}
+        row = {"number": number, "machine": f"{machine()}, {accelerator(device)}", **row}
         with arguments.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -82,7 +93,7 @@ def _done(path: Path) -> set[int]:
     return {json.loads(line)["number"] for line in lines}
 
 
-def _accelerator(device: torch.device) -> str:
+def accelerator(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -97,7 +108,8 @@ def _untrained(model: LoadedModel) -> LoadedModel:
     return replace(model, network=network)
 
 
-def _named(task: Task) -> dict[str, Any]:
+def named(task: Task) -> dict[str, Any]:
+    """What identifies a task in a row."""
     return {
         "kind": task.kind,
         "set": task.set,
@@ -136,7 +148,7 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
     found = gather(answer, Budget.of(seconds, 0.0, full=True))
     judged = time.perf_counter() - judged
     truth, points = _compare(task, fixed, moving, pair, solution.maps, found)
-    return _named(task) | {
+    return named(task) | {
         "model": "none" if none else model.provenance["sha256"],
         "io_sim": solution.io_sim,
         "evidence": {name: float(f"{value:.5g}") for name, value in found.evidence.to_json().items()},
@@ -160,44 +172,48 @@ def _compare(
         there = maps[0].to(unit)(unit.reshape(1, -1, 3))[0].double()
         return _mapped(pair.moving.image.unit_to_world(), there).reshape(points.shape)
 
-    def missed(points: Matrix, truth: Matrix) -> Matrix:
-        there = after(torch.from_numpy(points).double().to(device)).cpu().numpy()
-        return np.asarray(np.linalg.norm(there - truth, axis=-1))
-
-    scores: dict[str, float] = {}
-    where: list[Matrix] = []
-    errors: list[Matrix] = []
     if task.no_common_anatomy:
         return {}, None
-    if fixed.landmarks is not None and moving.landmarks is not None:
-        # Landmarks that an alteration has removed from one of the scans correspond to nothing.
-        seen = _inside(moving.image, moving.landmarks) & _inside(fixed.image, fixed.landmarks)
-        here, there = fixed.landmarks[seen], moving.landmarks[seen]
-        if len(here) >= LEAST_LANDMARKS:
-            apart = missed(here, there)
-            scores["tre_before_mm"] = float(np.linalg.norm(here - there, axis=-1).mean())
-            scores["tre_mm"] = float(apart.mean())
-            where, errors = [here], [apart]
+    scores, where, errors = on_landmarks(fixed, moving, after, device)
     if moving.truth is not None:
         inside = fixed.image.data > np.percentile(fixed.image.data, 50)
         chosen = np.random.default_rng(task.seed).choice(np.flatnonzero(inside), 2 * POINTS)
         points = map_points(fixed.image.affine, np.stack(np.unravel_index(chosen, inside.shape), axis=-1))
-        points = points[_inside(moving.image, moving.truth(points))][:POINTS]
-        truth = moving.truth(points)
-        apart = missed(points, truth)
-        scores["true_error_mm"] = float(apart.mean())
-        scores["true_error_before_mm"] = float(np.linalg.norm(points - truth, axis=-1).mean())
-        where, errors = [points], [apart]
+        where = points[_inside(moving.image, moving.truth(points))][:POINTS]
+        truth = moving.truth(where)
+        errors = _missed(where, truth, after, device)
+        scores["true_error_mm"] = float(errors.mean())
+        scores["true_error_before_mm"] = float(np.linalg.norm(where - truth, axis=-1).mean())
     if fixed.labels is not None and moving.labels is not None and task.set in LABELS:
-        more, points, apart = _labels(task, fixed.labels, moving.labels, after, device)
+        more, *local_truth = on_labels(task, fixed.labels, moving.labels, after, device)
         scores |= more
-        if moving.truth is None and len(points):
-            where, errors = [points], [apart]
-    if not where:
+        if moving.truth is None:
+            where, errors = local_truth
+    if not len(where):
         return scores, None
-    unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), np.concatenate(where))).float()
+    unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), where)).float()
     local = {name: _sample(values, unit) for name, values in found.local.items()}
-    return scores, local | {"truth": [round(float(mm), 3) for mm in np.concatenate(errors)]}
+    return scores, local | {"truth": [round(float(mm), 3) for mm in errors]}
+
+
+def on_landmarks(
+    fixed: Loaded, moving: Loaded, after: PointMap, device: torch.device
+) -> tuple[dict[str, float], Matrix, Matrix]:
+    """Errors of landmarks, and where they are; those that an alteration has removed from a scan do not count."""
+    if fixed.landmarks is None or moving.landmarks is None:
+        return {}, np.zeros((0, 3)), np.zeros(0)
+    seen = _inside(moving.image, moving.landmarks) & _inside(fixed.image, fixed.landmarks)
+    here, there = fixed.landmarks[seen], moving.landmarks[seen]
+    if len(here) < LEAST_LANDMARKS:
+        return {}, np.zeros((0, 3)), np.zeros(0)
+    apart = _missed(here, there, after, device)
+    before = float(np.linalg.norm(here - there, axis=-1).mean())
+    return {"tre_before_mm": before, "tre_mm": float(apart.mean())}, here, apart
+
+
+def _missed(points: Matrix, truth: Matrix, after: PointMap, device: torch.device) -> Matrix:
+    there = after(torch.from_numpy(points).double().to(device)).cpu().numpy()
+    return np.asarray(np.linalg.norm(there - truth, axis=-1))
 
 
 def _sample(values: Tensor, unit: Tensor) -> list[float]:
@@ -211,8 +227,8 @@ def _inside(image: Image, points: Matrix) -> npt.NDArray[np.bool_]:
     return np.asarray(((unit >= 0) & (unit <= 1)).all(-1))
 
 
-def _labels(
-    task: Task, fixed: Image, moving: Image, after: Callable[[Tensor], Tensor], device: torch.device
+def on_labels(
+    task: Task, fixed: Image, moving: Image, after: PointMap, device: torch.device
 ) -> tuple[dict[str, float], Matrix, Matrix]:
     """Scores of labels on a coarse grid, and points on surfaces of the fixed labels with their distances."""
     shape = tuple(min(n, SIDE) for n in fixed.shape)

@@ -3,6 +3,8 @@
     python experiments/confidence/run.py files ../shared/data                     # the scans that are used
     python experiments/confidence/run.py collect ../shared/data rows.jsonl --seconds 240 --workers 6
     python experiments/confidence/run.py fit rows.jsonl
+    python experiments/confidence/run.py orientation ../shared/data               # headers
+    python experiments/confidence/run.py ladder ../shared/data ladder.jsonl --workers 6
 
 `collect` registers intact pairs of every set and deliberate failures of many kinds, of training subjects and of
 validation subjects, in an order of which every beginning is balanced, and adds a line to the file after each. `fit`
@@ -36,6 +38,25 @@ def main() -> None:
     collecting.add_argument("--workers", type=int, default=1, help="processes")
     collecting.add_argument("--worker", default="0/1", help=argparse.SUPPRESS)
     collecting.add_argument("--resume", action="store_true", help="skip tasks that the file has")
+    headers = commands.add_parser("orientation", help="measure how often mirrored and turned headers are named")
+    headers.add_argument("data", type=Path)
+    headers.add_argument("--out", type=Path, default=Path(__file__).with_name("orientation.json"))
+    headers.add_argument("--split", choices=["train", "val"], default="val")
+    headers.add_argument(
+        "--sets", nargs="+", default=["brain", "abdomen", "abdomen_mr", "cardiac", "hippocampus", "lung"]
+    )
+    headers.add_argument("--pairs", type=int, default=3, help="altered pairs of each set")
+    headers.add_argument("--device", default="auto")
+    climbing = commands.add_parser("ladder", help="measure what the ladder gains, once the model is calibrated")
+    climbing.add_argument("data", type=Path)
+    climbing.add_argument("rows", type=Path)
+    climbing.add_argument("--seconds", type=float, default=float("inf"))
+    climbing.add_argument("--limit", type=int, help="pairs at most")
+    climbing.add_argument("--model", default="default")
+    climbing.add_argument("--device", default="auto")
+    climbing.add_argument("--workers", type=int, default=1, help="processes")
+    climbing.add_argument("--worker", default="0/1", help=argparse.SUPPRESS)
+    climbing.add_argument("--summarise", action="store_true", help="of rows that were made before")
     fitting = commands.add_parser("fit", help="fit and test the calibration")
     fitting.add_argument("rows", type=Path, nargs="+")
     fitting.add_argument("--model", default="default")
@@ -48,8 +69,15 @@ def main() -> None:
     elif arguments.command == "collect":
         from experiments.confidence import collect
 
-        arguments.index, arguments.of = map(int, arguments.worker.split("/"))
         collect.run(arguments)
+    elif arguments.command == "orientation":
+        from experiments.confidence import orientation
+
+        orientation.run(arguments)
+    elif arguments.command == "ladder":
+        from experiments.confidence import ladder
+
+        ladder.run(arguments)
     else:
         from experiments.confidence import fit
 

@@ -1,0 +1,155 @@
+"""How often mirrored and turned headers are named: one scan of a pair altered, both altered alike, and neither."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carlreg.fast.devices import choose_device
+from carlreg.files.atomic import write_atomically
+from carlreg.files.images import Image, read
+from carlreg.files.orientation import to_closest_ras
+from carlreg.model.loaded import NONE, load_model
+from carlreg.preparation import prepare_pair
+from carlreg.registration.affine_search import Scan
+from carlreg.registration.orientation_search import Orientation, search_orientation
+from experiments.confidence import cases
+from experiments.made import commit, machine
+
+HERE = Path(__file__).parent
+MIRRORED = {"left to right": 0, "front to back": 1, "head to foot": 2}
+SIDES = ("abdomen", "abdomen_mr", "lung")
+"""Sets whose anatomy tells left from right."""
+Matrix = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def alterations(name: str) -> dict[str, Matrix]:
+    """Signed permutations of the axes of a scan of this set, by their names."""
+    found = {}
+    for axis, index in MIRRORED.items():
+        if index > 0 or name in SIDES:
+            found[f"mirrored {axis}"] = np.diag([-1 if a == index else 1 for a in range(3)])
+        for sign in (1, -1):
+            one, other = (a for a in range(3) if a != index)
+            turn = np.zeros((3, 3), np.int64)
+            turn[index, index], turn[one, other], turn[other, one] = 1, -sign, sign
+            found[f"turned by {90 * sign}° about the axis from {axis}"] = turn
+    return found
+
+
+def altered(image: Image, matrix: Matrix) -> Image:
+    """A scan whose voxel i is voxel M i of the given one, counted from the far end where M is negative, under a header
+    that shows nothing of it."""
+    new_from_old = np.abs(matrix).argmax(axis=1)  # old axis → new axis
+    order = np.argsort(new_from_old)
+    flipped = tuple(int(new_from_old[old]) for old in range(3) if matrix[old].sum() < 0)
+    data = np.ascontiguousarray(np.flip(image.data.transpose(order), flipped))
+    spacing = np.array(image.spacing)
+    affine = image.affine.copy()
+    affine[:-1, :-1] *= spacing[order] / spacing
+    return replace(image, data=data, affine=affine)
+
+
+@functools.cache
+def scan(data: Path, stem: str) -> Image:
+    return to_closest_ras(read(data / f"{stem}.nii.gz"))
+
+
+def look(fixed: Image, moving: Image, device: torch.device) -> Orientation:
+    """As `carl register` looks into headers."""
+    pair = prepare_pair(fixed, moving, load_model(NONE, device), device)
+    here, there = (Scan(one.tensor, one.spacing(one.tensor.shape[2:])) for one in pair)
+    return search_orientation(there, here)
+
+
+def chosen(data: Path, split: str, name: str) -> list[tuple[cases.Scan, cases.Scan]]:
+    """Ordered pairs of a set, shuffled: of all its subjects, and of two phases for hearts."""
+    every = dict.fromkeys(cases.TAKEN, (10**6, 10**6))
+    pairs = cases.intact(cases.scans(data, every), split)[name]
+    if name == "cardiac":
+        pairs = [(a, b) for a, b in pairs if a.subject == b.subject]
+    return random.Random(cases.SEED).sample(pairs, len(pairs))
+
+
+def rows(data: Path, split: str, sets: Sequence[str], count: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One row for each search: `count` altered pairs of each set, and four times as many as they are."""
+    for name in sets:
+        pairs = chosen(data, split, name)
+        for index, pair in enumerate(pairs[: 4 * count]):
+            yield from _of_pair(data, name, pair, index, alterations(name) if index < count else {}, device)
+
+
+def _of_pair(
+    data: Path,
+    name: str,
+    pair: tuple[cases.Scan, cases.Scan],
+    index: int,
+    changes: Mapping[str, Matrix],
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """The pair as it is, with the moving scan altered, and for the first pair with both mirrored alike."""
+    both = [scan(data, one.stem) for one in pair]
+    for what, matrix in {"nothing": np.eye(3, dtype=np.int64), **changes}.items():
+        for alike in (False, True) if index == 0 and what.startswith("mirrored") else (False,):
+            began = time.perf_counter()
+            fixed = altered(both[0], matrix) if alike else both[0]
+            found = look(fixed, altered(both[1], matrix), device)
+            truth = torch.from_numpy(matrix.T.copy()).to(found.matrix)
+            yield {
+                "set": name,
+                "pair": [Path(one.stem).name for one in pair],
+                "altered": what,
+                "alike": alike,
+                "wrong": found.is_wrong,
+                "named": found.describe() if found.is_wrong else "",
+                "right": bool(torch.equal(found.matrix, truth)) and found.is_wrong,
+                "similarity": [round(found.similarity, 4), round(found.given_similarity, 4)],
+                "mirrored": [round(one, 4) for one in found.mirrored_similarity],
+                "undecided": found.undecided,
+                "seconds": round(time.perf_counter() - began, 2),
+            }
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Counts for each set, and for all."""
+    counts: dict[str, dict[str, Any]] = {}
+    for name in [*dict.fromkeys(row["set"] for row in found), "all"]:
+        mine = [row for row in found if name in (row["set"], "all")]
+        single = [row for row in mine if row["altered"] != "nothing" and not row["alike"]]
+        intact = [row for row in mine if row["altered"] == "nothing"]
+        alike = [row for row in mine if row["alike"]]
+        counts[name] = {
+            "altered": len(single),
+            "noticed": sum(row["wrong"] for row in single),
+            "named_rightly": sum(row["right"] for row in single),
+            "unaltered": len(intact),
+            "false_alarms": sum(row["wrong"] for row in intact),
+            "alike": len(alike),
+            "alike_found": sum(row["wrong"] for row in alike),
+        }
+    return counts
+
+
+def run(arguments: argparse.Namespace) -> None:
+    device = choose_device(arguments.device)
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    found = []
+    for row in rows(arguments.data, arguments.split, arguments.sets, arguments.pairs, device):
+        found.append(row)
+        print(json.dumps(row), flush=True)
+    made = {"commit": commit(), "machine": f"{machine()}, {device.type}", "seed": cases.SEED, "split": arguments.split}
+    report = {"made": made, "summary": summary(found), "rows": found}
+    write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
+    print(json.dumps(report["summary"], indent=1))
