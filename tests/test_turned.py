@@ -57,6 +57,7 @@ def test_a_frame_reads_a_ramp_where_it_says_and_nothing_beyond() -> None:
     seen = Frame((11, 9), (17.25, 14.0), (2.5, 1.0)).resample(data)[0, 0]
     want = 17.25 + 2.5 * (torch.arange(11, dtype=torch.float64) - 5)
     assert torch.allclose(seen, want[:, None].expand(11, 9))
+    assert Frame.whole((30, 20)).resample(data[..., :30, :20]).equal(data[..., :30, :20])
     wide = Frame((40, 40), (9.5, 9.5), (1.0, 1.0)).resample(torch.ones(1, 1, 20, 20))[0, 0]
     assert wide[10:30, 10:30].min() == 1
     assert wide.sum() == 400

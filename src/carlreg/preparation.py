@@ -197,6 +197,8 @@ class Frame:
     def resample(self, data: Tensor) -> Tensor:
         """(B, C, *sides) → (B, C, *shape), averaged like `resize` if the frame is coarser."""
         for axis, (positions, gap) in enumerate(zip(self._positions(), self.step, strict=True), start=2):
+            if gap == 1 and positions.equal(torch.arange(data.shape[axis], dtype=positions.dtype)):
+                continue  # the scan's own voxels
             matrix = averaging(data.shape[axis], positions, gap).to(data)
             data = (data.movedim(axis, -1) @ matrix).movedim(-1, axis)
         return data.contiguous()
@@ -289,7 +291,7 @@ class Prepared:
             return resize(data, shape), None if mask is None else resize_labels(mask, shape)
         scan, labels, frame = self.source[0], self.source[1], self.source[2].on(shape)
         mask = None if labels is None else frame.resample_labels(labels).to(self.tensor)
-        return frame.resample(scan).to(self.tensor), mask
+        return frame.resample(scan.to(self.tensor)), mask
 
     def spacing(self, shape: Sequence[int]) -> tuple[float, ...]:
         """The size in mm of a voxel of such a grid."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from carlreg.errors import InputError
 
@@ -21,6 +24,11 @@ def choose_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device is {name!r}, but PyTorch finds no CUDA GPU; expected 'cpu' or 'auto'")
     return device
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which the GPU of a tensor is the current one, whose streams are used."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def available_memory(device: torch.device) -> float:

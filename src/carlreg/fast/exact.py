@@ -1,10 +1,9 @@
-"""Linear interpolation whose gradients are the same bits in every run, and steps replayed as a CUDA graph."""
+"""Linear interpolation whose gradients are the same bits in every run."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,26 +70,3 @@ def _corners(values: Tensor, points: Tensor) -> tuple[list[Tensor], list[Tensor]
         weights.append(torch.stack(parts).prod(dim=0))
         slopes.append(torch.stack(others, dim=1))
     return index, weights, slopes
-
-
-def repeat(step: Callable[[], None], times: int, after: Callable[[int], None]) -> None:
-    """Call a step on the current GPU so many times, from its second time on as a CUDA graph; `after` follows each."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # kernels are chosen and compiled here
-    torch.cuda.current_stream().wait_stream(stream)
-    after(0)
-    if times == 1:
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # not `torch.cuda.graph`, which collects Python's garbage first
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            step()
-        finally:
-            graph.capture_end()
-    for number in range(1, times):
-        graph.replay()
-        after(number)
-    torch.cuda.current_stream().synchronize()  # before the graph's memory is freed

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from carlreg.errors import InputError
 from carlreg.fast.devices import choose_device
+from carlreg.fast.graphs import Graphs
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
 from carlreg.geometry.transforms import Identity, Transform
@@ -50,6 +51,7 @@ class LoadedModel:
     source: Path | None = None  # its file, if it came from one
     once: RegistrationAlgorithm | None = None  # the network without its further passes, for the fine grid
     is_default: bool = False  # no model was chosen, so that the dimension of the images may choose another one
+    graphs: Graphs | None = None  # on a GPU: what was captured for one pair serves all further ones of its shapes
 
     def for_dimension(self, dim: int) -> "LoadedModel":
         """The default model for 2-D images instead of the one for volumes; any other model as it is."""
@@ -92,13 +94,15 @@ def load_model(
     device = choose_device(device)
     if isinstance(model, LoadedModel):
         once = None if model.once is None else _ready(model.once, device)
-        return replace(model, network=_ready(model.network, device), once=once)
+        graphs = _graphs(device) if model.graphs is None or device.type != "cuda" else model.graphs
+        return replace(model, network=_ready(model.network, device), once=once, graphs=graphs)
     if isinstance(model, RegistrationAlgorithm):
-        return LoadedModel(_ready(model, device), None, {"name": type(model).__name__})
+        return LoadedModel(_ready(model, device), None, {"name": type(model).__name__}, graphs=_graphs(device))
     if model in (AUTO, "default"):
         return replace(load_model(DEFAULT, device), searches_rotation=model == AUTO, is_default=True, climbs=True)
     if model == NONE:
-        return LoadedModel(NoNetwork().eval(), None, {"name": NONE}, SOFT_TISSUE, searches_affine=True)
+        none = NoNetwork().eval()
+        return LoadedModel(none, None, {"name": NONE}, SOFT_TISSUE, searches_affine=True, graphs=_graphs(device))
     path = find_model(model)
     about = read_metadata(path)
     network = once = load(path, device=device)
@@ -115,7 +119,12 @@ def load_model(
         network=network,
         once=once,
         source=path,
+        graphs=_graphs(device),
     )
+
+
+def _graphs(device: torch.device) -> Graphs | None:
+    return Graphs() if device.type == "cuda" else None
 
 
 def _ready(network: RegistrationAlgorithm, device: torch.device) -> RegistrationAlgorithm:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from carlreg import fast
 from carlreg.errors import InputError, NotFiniteError
 from carlreg.fast import exact
+from carlreg.fast.devices import on_device
+from carlreg.fast.graphs import Graphs
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, multiply_axes
@@ -103,6 +105,7 @@ def optimize_fields(
     rigidity: Rigidity | None = None,
     seed: int = 0,
     callback: Callback | None = None,
+    graphs: Graphs | None = None,
 ) -> Optimized:
     """Minimise the GradICON loss of one pair over its two displacement fields, from a network's result.
 
@@ -119,7 +122,8 @@ def optimize_fields(
 
     Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
     or if the images already match perfectly or cannot be compared, the given transforms are returned; with a guide,
-    only if they cannot be compared. `callback(step, loss)` is called at every step of every level.
+    only if they cannot be compared. `callback(step, loss)` is called at every step of every level. On a GPU, steps are
+    captured as CUDA graphs; further pairs of the same shapes share them if they are given the same `graphs`.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
@@ -129,11 +133,13 @@ def optimize_fields(
     check_finite(moving, "moving")
     check_finite(fixed, "fixed")
     ones = (1.0,) * (fixed.dim() - 2)
-    f = Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
-    m = Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
     demands: dict[str, Any] = {"guide": guide, "rigidity": rigidity}
     settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, decay, **demands)
-    with torch.inference_mode(False), torch.no_grad():
+    if graphs is None and fixed.is_cuda:
+        graphs = Graphs()
+    with torch.inference_mode(False), torch.no_grad(), on_device(fixed):
+        f = Picture(fixed.detach().clone(), fixed_mask, tuple(fixed_spacing or ones))
+        m = Picture(moving.detach().clone(), moving_mask, tuple(moving_spacing or ones))
         finest = _Level(f, m, max(min(f.spacing), min(m.spacing)), settings)
         given = transform.detach(), inverse.detach()
         start = fields = finest.displacements(given)
@@ -145,13 +151,13 @@ def optimize_fields(
         for level in reversed(range(1, levels)):
             coarse = finest.shrink(2**level)
             begin = [own.resampled(field, other) for field, own, other in zip(fields, (f, m), coarse.both, strict=True)]
-            found, losses, _ = coarse.descend(begin, coarse_steps, done, callback)
+            found, losses, _ = coarse.descend(begin, coarse_steps, done, callback, graphs)
             moves = (new - old for new, old in zip(found, begin, strict=True))
             parts = zip(fields, moves, coarse.both, (f, m), strict=True)
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
             done += coarse_steps
         least = (1 - GAIN) * float(finest.loss(start).total) if guide is None else math.inf
-        found, losses, best = finest.descend(fields, steps, done, callback)
+        found, losses, best = finest.descend(fields, steps, done, callback, graphs)
         bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss["total"])), None)
         stopped = None if bad is None else f"the loss became {losses[bad]['total']} at step {done + bad}"
         if stopped is not None:
@@ -333,50 +339,98 @@ class _Level:
 
     @full_precision
     def descend(
-        self, start: Sequence[Tensor], steps: int, first: int, callback: Callback | None
+        self,
+        start: Sequence[Tensor],
+        steps: int,
+        first: int = 0,
+        callback: Callback | None = None,
+        graphs: Graphs | None = None,
     ) -> tuple[list[Tensor], list[dict[str, float]], int]:
         """Take steps, numbered from `first`: the fields with the lowest loss, all losses, and which was the lowest."""
-        rate, decay = self.settings.learning_rate, self.settings.decay
-        start = [field.contiguous() for field in start]  # as kernels expect fields, and copies of them
-        changes, mean, square = ([torch.zeros_like(field) for field in start] for _ in range(3))
-        best = [field.clone() for field in start]
-        lowest = start[0].new_full((), math.inf)
-        history = start[0].new_full((steps + 1, 3), math.nan)
-        count = torch.zeros(1, dtype=torch.long, device=history.device)
+        if graphs is None or not self._captured():
+            descent = _Descent(self, steps)
+            descent.descend(self, start, descent.run, first, callback)
+            return descent.found()
+        with graphs.lend(self._key(steps), lambda: _Descent(self, steps)) as (descent, repeat):
+            descent.descend(self, start, repeat, first, callback)
+            return descent.found()
 
-        def step() -> None:
-            fields = [f + side.moves(c) for f, c, side in zip(start, changes, self.sides, strict=True)]
-            positions = [side.grid + field for field, side in zip(fields, self.sides, strict=True)]
-            parts, gradients = self._gradients(positions, (count[0] + self.settings.seed) % 2)
-            history.index_copy_(0, count, parts[None])
-            better = parts[0] < lowest
-            lowest.copy_(torch.where(better, parts[0], lowest))
-            count.add_(1)
-            pace = rate * (1 - decay * count / (steps + 1))
-            paces = torch.cat([1 - 0.999**count, pace / (1 - 0.9**count)]).to(history.dtype)
-            for n, side in enumerate(self.sides):
-                gradient = side.moves_backward(gradients[n])
-                _adam(gradient, changes[n], mean[n], square[n], fields[n], best[n], better, paces)
+    def tensors(self) -> list[Tensor]:
+        """What a step reads of the images themselves; all else depends on shapes and settings."""
+        measures = [measure for side in self.sides for measure in side.measures]
+        return [tensor for one in measures if isinstance(one, Windows) for tensor in one.tensors()]
 
-        def after(number: int) -> None:
-            if callback is not None:
-                callback(first + number, Loss(*history[number]))
-
-        if history.is_cuda and self._captured():
-            exact.repeat(step, steps + 1, after)
-        else:
-            for number in range(steps + 1):
-                step()
-                after(number)
-        names = ("total", "similarity", "regularity")
-        losses = [dict(zip(names, row, strict=True)) for row in history.tolist()]
-        totals = [row["total"] if math.isfinite(row["total"]) else math.inf for row in losses]
-        return best, losses, totals.index(min(totals))
+    def _key(self, steps: int) -> Hashable | None:
+        """What a captured step depends on; None if that includes more than shapes and settings."""
+        if self.demands or self.settings.similarity not in ("lncc", "lncc2"):
+            return None
+        pictures = [(one.image.shape, one.spacing) for one in self.both]
+        image, shapes = self.fixed.image, tuple(tensor.shape for tensor in self.tensors())
+        return "descent", *pictures, self.voxel, self.settings, steps, shapes, image.dtype, image.device
 
     def _captured(self) -> bool:
         """Whether nothing in a step waits for the GPU: other similarities with masks do, and users' functions may."""
         name, masks = self.settings.similarity, (self.fixed.mask, self.moving.mask)
         return name in ("lncc", "lncc2") or (isinstance(name, str) and masks == (None, None))
+
+
+class _Descent:
+    """Adam on the changes of both fields of a level. Its tensors stay where they are, so that a step can be captured
+    once, and repeated for other pairs of the same shapes."""
+
+    def __init__(self, level: _Level, steps: int) -> None:
+        self.level, self.steps = level, steps
+        size, image = len(level.fixed.image), level.fixed.image
+        shapes = [(size, len(one.shape), *one.control) for one in level.both]
+        self.start, self.changes, self.mean, self.square, self.best = (
+            [image.new_zeros(shape) for shape in shapes] for _ in range(5)
+        )
+        self.lowest, self.history = image.new_zeros(()), image.new_zeros(steps + 1, 3)
+        self.count = torch.zeros(1, dtype=torch.long, device=image.device)
+
+    def descend(
+        self,
+        level: _Level,
+        start: Sequence[Tensor],
+        step: Callable[[], Any],
+        first: int,
+        callback: Callback | None,
+    ) -> None:
+        """Take all steps for a level with the same shapes and settings, from these fields."""
+        pairs = [*zip(self.level.tensors(), level.tensors(), strict=True)] if level is not self.level else []
+        for own, other in (*pairs, *zip(self.start, start, strict=True), *zip(self.best, start, strict=True)):
+            own.copy_(other)
+        for tensor in (*self.changes, *self.mean, *self.square, self.count):
+            tensor.zero_()
+        self.lowest.fill_(math.inf)
+        self.history.fill_(math.nan)
+        for number in range(self.steps + 1):
+            step()
+            if callback is not None:
+                callback(first + number, Loss(*self.history[number].clone()))  # others overwrite the history
+
+    def run(self) -> None:
+        """Take a step."""
+        level, settings, count = self.level, self.level.settings, self.count
+        fields = [f + side.moves(c) for f, c, side in zip(self.start, self.changes, level.sides, strict=True)]
+        positions = [side.grid + field for field, side in zip(fields, level.sides, strict=True)]
+        parts, gradients = level._gradients(positions, (count[0] + settings.seed) % 2)
+        self.history.index_copy_(0, count, parts[None])
+        better = parts[0] < self.lowest
+        self.lowest.copy_(torch.where(better, parts[0], self.lowest))
+        count.add_(1)
+        pace = settings.learning_rate * (1 - settings.decay * count / (self.steps + 1))
+        paces = torch.cat([1 - 0.999**count, pace / (1 - 0.9**count)]).to(self.history.dtype)
+        for n, side in enumerate(level.sides):
+            gradient, state = side.moves_backward(gradients[n]), (self.changes[n], self.mean[n], self.square[n])
+            _adam(gradient, *state, fields[n], self.best[n], better, paces)
+
+    def found(self) -> tuple[list[Tensor], list[dict[str, float]], int]:
+        """The fields with the lowest loss, all losses, and which was the lowest."""
+        names = ("total", "similarity", "regularity")
+        losses = [dict(zip(names, row, strict=True)) for row in self.history.tolist()]
+        totals = [row["total"] if math.isfinite(row["total"]) else math.inf for row in losses]
+        return [field.clone() for field in self.best], losses, totals.index(min(totals))
 
 
 def _differentiate(

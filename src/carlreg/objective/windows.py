@@ -82,8 +82,8 @@ class Picture:
     def grid(self) -> Tensor:
         """Unit coordinates of the field's voxels, (1, D, *control)."""
         sides = zip(self.control, self.steps, strict=True)
-        axes = [torch.arange(n, dtype=torch.float64) * step for n, step in sides]
-        return torch.stack(torch.meshgrid(*axes, indexing="ij"))[None].to(self.image)
+        axes = [(torch.arange(n, dtype=torch.float64) * step).to(self.image) for n, step in sides]
+        return torch.stack(torch.meshgrid(*axes, indexing="ij"))[None]
 
     @functools.cached_property
     def finer(self) -> list[Tensor]:
@@ -117,12 +117,16 @@ class Picture:
 
 def gaussian(side: int, sigma: float, like: Tensor) -> Tensor | None:
     """(side, side): a Gaussian of `sigma` voxels, truncated at 3σ, with zeros outside. None if it is very narrow."""
-    if sigma < 0.25 or side == 1:
-        return None
-    offset = torch.arange(-side, side + 1, dtype=torch.float64)
-    taps = torch.exp(-0.5 * (offset / sigma) ** 2) * (offset.abs() <= max(3 * sigma, 1))
-    index = torch.arange(side)
-    return (taps / taps.sum())[index[:, None] - index + side].to(like)
+    return None if sigma < 0.25 or side == 1 else _gaussian(side, sigma, like.dtype, like.device)
+
+
+@functools.lru_cache(256)  # pairs of a list have them in common, and a copy to a GPU waits for it
+def _gaussian(side: int, sigma: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        offset = torch.arange(-side, side + 1, dtype=torch.float64)
+        taps = torch.exp(-0.5 * (offset / sigma) ** 2) * (offset.abs() <= max(3 * sigma, 1))
+        index = torch.arange(side)
+        return (taps / taps.sum())[index[:, None] - index + side].to(device, dtype)
 
 
 class Windows:
@@ -160,6 +164,11 @@ class Windows:
         if self.fused:
             self.padded = image.contiguous()
             self.seen = image.new_zeros(math.prod(target.blocks), dtype=torch.uint8).index_fill_(0, self.active, 1)
+
+    def tensors(self) -> list[Tensor]:
+        """What `gradient` reads of the images themselves; all else depends on shapes and settings."""
+        blocks = [self.padded, self.seen] if self.fused else [self.images, self.active, self.index]
+        return [self.source, self.mean, self.scale, self.weights, *blocks]
 
     def chunks(self) -> list[slice]:
         """Blocks to work on at a time: on a CPU as many as its caches hold."""

@@ -228,7 +228,7 @@ def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.d
     if options.io_sim == "auto" and first.solution.optimization is not None:
         other: SimilarityChoice = "mind" if first.solution.io_sim == "lncc2" else "lncc2"
         yield _Rung((f"the network with {other}", first.model, case, replace(options, io_sim=other)), first.rotation)
-    none = load_model(NONE, device)
+    none = replace(load_model(NONE, device), graphs=first.model.graphs)
     if options.optimize != "weights" and options.fit_source != "attention" and is_calibrated(none):
         yield _Rung(("an affine search without a network", none, case, options))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from carlreg.errors import InputError, NotFiniteError
 from carlreg.fast.devices import available_memory
-from carlreg.fast.precision import mixed_precision
+from carlreg.fast.graphs import Graphs
 from carlreg.files import world_transform
 from carlreg.files.images import Image
 from carlreg.files.world_transform import WorldTransform
@@ -28,6 +28,7 @@ from carlreg.objective.metrics import inverse_consistency
 from carlreg.objective.rigidity import Rigidity
 from carlreg.preparation import PreparedPair
 from carlreg.registration.affine_search import AffineMatch, Scan, search_affine
+from carlreg.registration.both import both_maps
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
@@ -117,7 +118,7 @@ def solve(
     else:
         progress.begin("network")
         with watched(network, pair.moving.tensor, pair.fixed.tensor, progress.advance):
-            maps = _both(network, pair)
+            maps = _both(network, pair, model.graphs)
     options, reason = with_similarity(options, maps[0], pair)
     chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
     chosen["first"] = maps
@@ -128,7 +129,8 @@ def solve(
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
-        optimization = _optimize(network, maps, pair, options, over, callback, {"guide": guide, "rigidity": rigidity})
+        demands = {"guide": guide, "rigidity": rigidity, "graphs": model.graphs}
+        optimization = _optimize(network, maps, pair, options, over, callback, demands)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -163,12 +165,14 @@ def _inverse_consistency(maps: Maps, pair: PreparedPair) -> float:
     return float(inverse_consistency(maps[0].to(seen), maps[1].to(seen), seen, spacing=spacing).mean())
 
 
-def _both(network: RegistrationAlgorithm, pair: PreparedPair) -> Maps:
+def _both(network: RegistrationAlgorithm, pair: PreparedPair, graphs: Graphs | None = None) -> Maps:
     """Both directions, computed on the CPU if the GPU has too little memory, on the device of the images."""
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
     try:
-        return _run(network, moving, fixed)
+        return _run(network, moving, fixed, graphs)
     except torch.cuda.OutOfMemoryError:
+        if graphs is not None and graphs.release():
+            return _both(network, pair)
         logger.warning("the GPU has too little memory for the network: running it on the CPU, which is slower")
     try:
         forward, backward = _run(network.cpu(), moving.cpu(), fixed.cpu())
@@ -177,14 +181,13 @@ def _both(network: RegistrationAlgorithm, pair: PreparedPair) -> Maps:
     return forward.to(fixed), backward.to(fixed)
 
 
-def _run(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor) -> Maps:
+def _run(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, graphs: Graphs | None = None) -> Maps:
     def check(tensor: Tensor) -> Tensor:
         if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError("the network's result for this pair is not finite: are its weights damaged?")
         return tensor
 
-    with torch.no_grad(), mixed_precision(fixed.device):
-        forward, backward = network.both(moving, fixed)
+    forward, backward = both_maps(network, moving, fixed, graphs)
     return forward.map_tensors(check), backward.map_tensors(check)
 
 
@@ -232,7 +235,7 @@ def _optimize(
         **(demands or {}),
         **_field_settings(network, pair),
     }
-    grid, result = _optimize_fields(maps, pair, _field_grids(pair, options), common)
+    grid, result = _optimize_fields(maps, pair, _field_grids(pair, options, common.get("graphs")), common)
     return Optimization(over, steps, objective.weight, list(grid), result)
 
 
@@ -248,6 +251,9 @@ def _optimize_fields(
         try:
             return shapes[1], optimize_fields(*maps, **options)
         except torch.cuda.OutOfMemoryError:
+            graphs = options.get("graphs")
+            if graphs is not None and graphs.release():
+                continue
             if max(max(shape) for shape in shapes) < COARSEST:
                 raise
             shapes = [_at_most(shape, max(shape) // 2) for shape in shapes]
@@ -265,12 +271,15 @@ def _field_settings(network: RegistrationAlgorithm, pair: PreparedPair) -> dict[
     return SLICES if all(max(voxel) >= THICK * min(voxel) for voxel in voxels) else {}
 
 
-def _field_grids(pair: PreparedPair, options: RegisterOptions) -> list[Shape]:
+def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | None = None) -> list[Shape]:
     """The grids of the moving and of the fixed image on which fields are optimised: their own voxels, within reason."""
     most = FINEST if options.io_sim in ("lncc", "lncc2") else COARSEST
     own = [one.tensor.shape[2:] if one.source is None else one.sides for one in (pair.moving, pair.fixed)]
     shapes = [_at_most(shape, most) for shape in own]
-    need, have = BYTES * sum(map(math.prod, shapes)), available_memory(pair.fixed.tensor.device)
+    device, need = pair.fixed.tensor.device, BYTES * sum(map(math.prod, shapes))
+    have = available_memory(device)
+    if need > have / 2 and graphs is not None and graphs.release():
+        have = available_memory(device)
     if need > have / 2:
         largest = max(map(max, shapes))
         most = max(COARSEST // 2, int(largest * (have / 2 / need) ** (1 / len(shapes[0]))))
