@@ -33,7 +33,7 @@ from carlreg.cohort.options import CohortOptions
 from carlreg.cohort.rows import Row
 from carlreg.cohort.shard import Shard
 from carlreg.cohort.sources import find_pairs
-from carlreg.errors import InputError
+from carlreg.errors import InputError, OutputError
 from carlreg.files import images
 from carlreg.files.atomic import append_lines
 from carlreg.files.images import Choice, from_array
@@ -292,6 +292,42 @@ def test_several_workers_give_the_same_bits_as_one(data: Path, unbroken: Path, t
     assert bits(tmp_path) == bits(unbroken) != {}
 
 
+def test_overlapped_reading_and_writing_give_the_same_bits(
+    data: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; a scan that cannot be read and a folder that cannot be written fail their own rows."""
+    from carlreg.cohort.register import RegisterPairs
+    from carlreg.registration.case import Case
+    from carlreg.registration.result import Registration
+
+    def read(inputs: Any, *rest: Any, real: Callable[..., Any] = Case.read) -> Any:
+        if Path(inputs.moving).name == "b.nii.gz" and Path(inputs.fixed).name == "a.nii.gz":
+            raise InputError("b.nii.gz is damaged")
+        return real(inputs, *rest)
+
+    def save(result: Any, folder: Any, real: Callable[..., Any] = Registration.save, **more: Any) -> Any:
+        if folder.path.name == "c_to_b":
+            raise OutputError(28, "No space left on device", str(folder.path))
+        return real(result, folder, **more)
+
+    monkeypatch.setattr(RegisterPairs, "_overlaps", lambda *_: True)
+    monkeypatch.setattr(Case, "read", read)
+    monkeypatch.setattr(Registration, "save", save)
+    assert carl(data, tmp_path, data / "scans", "--all-pairs", "--workers", 1) == 1
+    found = rows(tmp_path)
+    assert list(found) == list(rows(unbroken))
+    assert {name for name, row in found.items() if row["status"] == "failed"} == {"b_to_a", "c_to_b"}
+    assert found["b_to_a"]["error"] == "b.nii.gz is damaged"
+    assert "the disk is full" in found["c_to_b"]["error"]
+    assert not (tmp_path / "c_to_b" / "report.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(RegisterPairs, "_overlaps", lambda *_: True)
+    assert carl(data, tmp_path, data / "scans", "--all-pairs", "--workers", 1) == 0
+    status = [row["status"] for row in rows(tmp_path).values()]
+    assert sorted(status) == ["done"] * 2 + ["was done"] * (len(status) - 2)
+    assert bits(tmp_path) == bits(unbroken) != {}
+
+
 def test_killed_at_random_moments_and_resumed(data: Path, unbroken: Path, tmp_path: Path) -> None:
     """Every pair is registered once, by a run or by one after it, and the bits are those of an unbroken run."""
     out, rng = tmp_path / "out", random.Random(0)
@@ -379,14 +415,14 @@ def test_a_failure_stays_with_its_pair_and_is_tried_once_more(
 
     attempts: list[str] = []
 
-    def fail(inputs: Any, *rest: Any, real: Callable[..., Any] = register.register_pair) -> Any:
+    def fail(inputs: Any, *rest: Any, real: Callable[..., Any] = register.align_pair, **more: Any) -> Any:
         name = Path(inputs.moving).name
         attempts.append(name)
         if name == "a.nii.gz" or (name == "b.nii.gz" and attempts.count(name) == 1):
             raise RuntimeError(f"odd {name}")
-        return real(inputs, *rest)
+        return real(inputs, *rest, **more)
 
-    monkeypatch.setattr(register, "register_pair", fail)
+    monkeypatch.setattr(register, "align_pair", fail)
     assert carl(data, tmp_path, data / "scans", "--fixed", data / "fixed.nii.gz") == 1
     assert attempts == ["a.nii.gz", "b.nii.gz", "c.nii.gz", "a.nii.gz", "b.nii.gz"]
     found = rows(tmp_path)

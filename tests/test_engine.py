@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from engine_work import Square
 
 from carlreg.cohort.engine import run
 from carlreg.cohort.threads import COUNTS
-from carlreg.cohort.work import Outcome, Workers
+from carlreg.cohort.work import Outcome, Slot, Stages, Workers
 from carlreg.errors import InputError
 
 SOURCE, TESTS = Path(__file__).parents[1] / "src", Path(__file__).parent
@@ -124,3 +127,86 @@ def test_ray_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"Ray is not installed; .* pip install 'carlreg\[cluster\]'"):
         list(run(Square(tmp_path), range(3), Workers(ray="auto")))
+
+
+# ---- reading, computing and writing at the same time ----------------------------------------------------------------
+
+
+class Parts:
+    """Squares numbers in three parts, each of which can wait for an event, raise, and leaves a mark."""
+
+    def __init__(self) -> None:
+        self.events: defaultdict[tuple[str, int], threading.Event] = defaultdict(threading.Event)
+        self.waits: dict[tuple[str, int], tuple[str, int]] = {}
+        self.raises: dict[tuple[str, int], Exception] = {}
+        self.marks: list[tuple[str, int]] = []
+        self.threads: dict[str, set[int]] = defaultdict(set)
+
+    def open(self, slot: Slot) -> Stages:
+        return Stages(
+            lambda task: self.part("read", task, task),
+            lambda task: self.part("compute", task, task * task),
+            lambda square: self.part("write", round(square**0.5), square),
+        )
+
+    def part(self, name: str, task: int, result: int) -> int:
+        self.marks.append((name, task))
+        self.threads[name].add(threading.get_ident())
+        self.events[name, task].set()
+        if (name, task) in self.waits:
+            assert self.events[self.waits[name, task]].wait(60), f"{name} {task} waited in vain"
+        if (name, task) in self.raises:
+            raise self.raises[name, task]
+        self.marks.append((f"{name} done", task))
+        return result
+
+
+def parted(parts: Parts, tasks: Iterable[int]) -> list[Outcome[int, int]]:
+    return list(run(parts, tasks, Workers(count=1)))
+
+
+def test_the_next_task_is_read_and_the_last_one_written_while_one_is_computed() -> None:
+    parts = Parts()
+    parts.waits = {("compute", n): ("read", n + 1) for n in range(4)} | {
+        ("write", n): ("compute", n + 1) for n in range(4)
+    }
+    found = parted(parts, range(5))
+    assert [(one.task, one.result, one.failure, one.tries) for one in found] == [(n, n * n, None, 1) for n in range(5)]
+    assert parts.threads["compute"] == {threading.get_ident()}
+    assert len(parts.threads["read"] | parts.threads["write"] | parts.threads["compute"]) == 3
+
+
+def test_at_most_three_tasks_are_in_memory() -> None:
+    parts = Parts()
+    for number, _ in enumerate(run(parts, range(12), Workers(count=1))):
+        assert ("write done", number) in parts.marks, "an outcome came before its task was written"
+    held = most = 0
+    for name, _ in parts.marks:
+        held += (name == "read") - (name == "write done")
+        most = max(most, held)
+    assert most <= 3
+
+
+@pytest.mark.parametrize("part", ["read", "compute", "write"])
+def test_an_exception_in_a_part_fails_its_task_alone(part: str) -> None:
+    parts = Parts()
+    parts.raises = {(part, 1): InputError("no such file"), (part, 3): OSError(5, "Input/output error")}
+    found = {one.task: one for one in parted(parts, range(6))}
+    assert {n: one.result for n, one in found.items()} == {n: None if n in (1, 3) else n * n for n in range(6)}
+    assert found[1].failure is not None
+    assert (found[1].failure.message, found[1].tries) == ("no such file", 1)
+    assert found[3].failure is not None
+    assert (found[3].failure.message, found[3].tries) == ("input/output error", 2)
+    later = {"read": ["compute", "write"], "compute": ["write"], "write": []}[part]
+    assert not [mark for mark in parts.marks if mark[0] in later and mark[1] in (1, 3)]
+
+
+def test_what_is_written_is_finished_when_a_run_is_stopped() -> None:
+    """As by Ctrl-C, which is raised where the run computes."""
+    parts = Parts()
+    parts.waits = {("write", 0): ("compute", 1)}
+    parts.raises = {("compute", 1): KeyboardInterrupt()}  # type: ignore[dict-item]
+    with pytest.raises(KeyboardInterrupt):
+        parted(parts, range(9))
+    assert ("write done", 0) in parts.marks
+    assert ("write", 1) not in parts.marks

@@ -12,12 +12,26 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-from carlreg.cohort.work import TRIES, Answer, Outcome, Pool, R, Slot, T, Work, Workers, answer
+from carlreg.cohort.work import (
+    TRIES,
+    Answer,
+    Outcome,
+    Pool,
+    R,
+    Slot,
+    Stages,
+    T,
+    Work,
+    Workers,
+    answer,
+    continued,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,8 @@ def _open(work: Work[Any, Any], workers: Workers) -> Pool:
 
         return RayPool(work, workers)
     if workers.count is None or workers.count == 1:
-        return _Here(work)
+        call = work.open(Slot())
+        return _Overlapped(call) if isinstance(call, Stages) else _Here(call)
     from carlreg.cohort.processes import Processes
 
     return Processes(work, workers.count)
@@ -77,8 +92,8 @@ class _Here:
 
     deaths = TRIES
 
-    def __init__(self, work: Work[Any, Any]) -> None:
-        self._call = work.open(Slot())
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self._call = call
         self._task: tuple[int, Any] | None = None
 
     def free(self) -> bool:
@@ -95,3 +110,39 @@ class _Here:
 
     def close(self) -> None:
         pass
+
+
+class _Overlapped:
+    """This process as the only worker, which reads the next task and writes the last one while it computes.
+
+    Answers come in the order of the tasks. Three of them are in memory at most: one that is read, one that is computed,
+    and one that is written.
+    """
+
+    deaths = TRIES
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._reader, self._writer = ThreadPoolExecutor(1, "reader"), ThreadPoolExecutor(1, "writer")
+        self._reading, self._writing = deque[tuple[int, Future[Answer]]](), deque[tuple[int, Future[Answer]]]()
+
+    def free(self) -> bool:
+        return len(self._reading) < 2 and len(self._reading) + len(self._writing) < 3
+
+    def submit(self, number: int, task: Any) -> None:
+        self._reading.append((number, self._reader.submit(answer, self._stages.read, task)))
+
+    def wait(self) -> Iterable[tuple[int, Answer]]:
+        waiting = self._writing
+        if waiting and (waiting[0][1].done() or len(waiting) > 1 or not self._reading):
+            number, written = waiting.popleft()
+            return [(number, written.result())]
+        number, read = self._reading.popleft()
+        computed = continued(read.result(), self._stages.compute)
+        waiting.append((number, self._writer.submit(continued, computed, self._stages.write)))
+        return []
+
+    def close(self) -> None:
+        """Drop what was read, and finish what is written."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown()

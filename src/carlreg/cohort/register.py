@@ -11,14 +11,16 @@ import torch
 
 from carlreg.cohort.bids import result_folder
 from carlreg.cohort.rows import Row, Status
-from carlreg.cohort.work import Slot
+from carlreg.cohort.work import Slot, Stages
 from carlreg.errors import OVERWRITE, ExistsError
+from carlreg.fast.devices import choose_device
 from carlreg.files.checksums import sha256
 from carlreg.files.results import FILES, PAGE, PICTURES, REPORT, THUMBNAIL, WARP, WARPED_LABELS, Report, ResultFolder
 from carlreg.files.tables import Pair
 from carlreg.model.loaded import LoadedModel, load_model
-from carlreg.registration.api import Model, register_pair
+from carlreg.registration.api import Alignment, Model, ReadPair, align_pair, complete
 from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.progress import Progress
 from carlreg.registration.result import make_request
 from carlreg.show import report
 from carlreg.show.thumbnail import thumbnail
@@ -53,7 +55,14 @@ class RegisterPairs:
     def open(self, slot: Slot) -> Callable[[Pair], Row]:
         """Load the model; with several workers, on this worker's GPU."""
         device = device_of(slot, self.options.device)
-        return _Worker(self, replace(self.options, device=device)).register
+        worker = _Worker(self, replace(self.options, device=device))
+        stages = Stages(worker.read, worker.compute, worker.write)
+        return stages if self._overlaps(device) else stages.__call__
+
+    def _overlaps(self, device: str) -> bool:
+        """Whether reading and writing are worth threads of their own: beside a GPU. On a CPU all need the same cores.
+        The certainty map is computed after the registration, by the network."""
+        return choose_device(device).type == "cuda" and not self.options.certainty
 
     def folder(self, pair: Pair) -> ResultFolder:
         return result_folder(self.out, pair) if self.bids else ResultFolder(self.out / pair.name)
@@ -66,6 +75,28 @@ class RegisterPairs:
         return Row.of(pair.name, status, made, page=page, thumbnail=picture)
 
 
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A pair whose scans are in memory."""
+
+    pair: Pair
+    inputs: PairInputs
+    scans: ReadPair
+    replaced: bool
+    """Whether an older result is in its folder."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Aligned:
+    """A pair whose map was found."""
+
+    pair: Pair
+    inputs: PairInputs
+    found: Alignment
+    progress: Progress
+    replaced: bool
+
+
 class _Worker:
     """A worker that has loaded the model."""
 
@@ -75,7 +106,8 @@ class _Worker:
         self._checksum = functools.cache(sha256)  # many pairs share an image
         self._for_pictures: LoadedModel | None = None
 
-    def register(self, pair: Pair) -> Row:
+    def read(self, pair: Pair) -> _Read | Row:
+        """Read the scans of a pair, unless it was registered before."""
         work, folder = self._work, self._work.folder(pair)
         folder.check_free(overwrite=True)
         replaced = work.overwrite
@@ -86,20 +118,36 @@ class _Worker:
             if not replaced:
                 held = f"{folder.path} holds a registration with {', '.join(different)}"
                 raise ExistsError(f"{held}; choose another name, or {OVERWRITE}")
-        result = register_pair(PairInputs(**pair.files()), self._model(pair), self._options)
+        inputs = PairInputs(**pair.files())
+        return _Read(pair, inputs, ReadPair.of(inputs, self._options), replaced)
+
+    def compute(self, read: _Read | Row) -> _Aligned | Row:
+        """Find the map."""
+        if isinstance(read, Row):
+            return read
+        progress = Progress()
+        found = align_pair(read.inputs, self._model(read.pair), self._options, progress, read=read.scans)
+        return _Aligned(read.pair, read.inputs, found, progress, read.replaced)
+
+    def write(self, made: _Aligned | Row) -> Row:
+        """Warp and score the scans, and write the folder of the pair."""
+        if isinstance(made, Row):
+            return made
+        work = self._work
+        result = complete(made.found, made.inputs, self._options, made.progress)
         result = replace(result, record=replace(result.record, label_names=work.label_names))
         extra = {THUMBNAIL: functools.partial(thumbnail, result)} | (
             {PAGE: functools.partial(report.page, result)} if PAGE in work.keep else {}
         )
         result.save(
-            folder,
-            overwrite=replaced,
+            work.folder(made.pair),
+            overwrite=made.replaced,
             full_precision=work.full_precision,
             ants_warp=WARP in work.keep,
             extra=extra,
             keep=work.keep,
         )
-        return work.row(pair, "done", result.record)
+        return work.row(made.pair, "done", result.record)
 
     def _model(self, pair: Pair) -> LoadedModel:
         """The model; for pictures that of 2-D images, if no other one was chosen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from carlreg.errors import CarlError, ExistsError, InputError, user_message
@@ -35,6 +35,21 @@ class Work(Protocol[T_contra, R_co]):
 
     def open(self, slot: Slot) -> Callable[[T_contra], R_co]:
         """Load what all tasks need. The function that is returned works on one task; it may raise."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Work in three parts, for `Work.open` to return: while one task is computed, the next one is read and the last one
+    is written, in threads of their own."""
+
+    read: Callable[[Any], Any]
+    compute: Callable[[Any], Any]
+    """From what was read. Always in the thread that runs the work."""
+    write: Callable[[Any], Any]
+    """From what was computed to the result."""
+
+    def __call__(self, task: Any) -> Any:
+        return self.write(self.compute(self.read(task)))
 
 
 @dataclass(frozen=True)
@@ -126,3 +141,11 @@ def answer(call: Callable[[Any], Any], task: Any) -> Answer:
     except Exception as error:
         result, failure = None, Failure.of(error)
     return Answer(result, failure, time.perf_counter() - start)
+
+
+def continued(before: Answer, call: Callable[[Any], Any]) -> Answer:
+    """Call a function with a result, unless there is none; the seconds are those of both."""
+    if before.failure is not None:
+        return before
+    after = answer(call, before.result)
+    return replace(after, seconds=before.seconds + after.seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -180,9 +181,13 @@ def register_pair(
     advance: Callable[[float], None] | None = None,
 ) -> Registration:
     """`register`, with its arguments in two values. `advance(share)` is called while the network runs on a CPU."""
-    device, work = choose_device(options.device), Progress(progress, advance)
-    found = align_pair(inputs, model, options, work, callback)
-    made, world = found.made, found.transform
+    work = Progress(progress, advance)
+    return complete(align_pair(inputs, model, options, work, callback), inputs, options, work)
+
+
+def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, work: Progress) -> Registration:
+    """The part of `register_pair` that follows the map: its inverse, the warped scans, scores and the report."""
+    device, made, world = choose_device(options.device), found.made, found.transform
     loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
     inverse, metrics = _invert(world, case, mirrored=made.is_mirrored)
     metrics |= solution.metrics
@@ -216,6 +221,19 @@ def register_pair(
 
 
 @dataclass(frozen=True, eq=False)
+class ReadPair:
+    """Two scans that were read ahead, and how long that took."""
+
+    case: Case
+    seconds: float
+
+    @classmethod
+    def of(cls, inputs: PairInputs, options: RegisterOptions) -> ReadPair:
+        start = time.perf_counter()
+        return cls(Case.read(inputs, options), time.perf_counter() - start)
+
+
+@dataclass(frozen=True, eq=False)
 class Alignment:
     """Two scans as they were read, and the map between them."""
 
@@ -239,17 +257,19 @@ def align_pair(
     options: RegisterOptions,
     work: Progress,
     callback: Callable[[int, Loss], None] | None = None,
+    read: ReadPair | None = None,
 ) -> Alignment:
-    """The part of `register_pair` that finds the map, without its inverse and its scores."""
+    """The part of `register_pair` that finds the map, without its inverse and its scores. The scans may have been
+    `read` before."""
     device = choose_device(options.device)
-    work.begin("reading")
+    work.begin("reading", earlier=0.0 if read is None else read.seconds)
     loaded = load_model(model, device)
     check_without_network(loaded, options)
     if inputs.is_guided:
         options.check_guided()
     if inputs.has_rigid_regions:
         options.check_rigid_regions()
-    case = Case.read(inputs, options)
+    case = Case.read(inputs, options) if read is None else read.case
     loaded = loaded.for_dimension(case.fixed.dim)
     before: PointMap = (lambda points: points) if case.initial is None else case.initial
     made = _best(loaded, case, options, work, callback, device)

@@ -33,9 +33,9 @@ class Progress:
         self._began: dict[str, float] = {}
         self.warnings: list[str] = []
 
-    def begin(self, part: str, text: str | None = None) -> None:
-        """Begin a part, described as `text` or by its name."""
-        self._began[part] = time.perf_counter()
+    def begin(self, part: str, text: str | None = None, *, earlier: float = 0.0) -> None:
+        """Begin a part, described as `text` or by its name; it may have begun some seconds `earlier`."""
+        self._began[part] = time.perf_counter() - earlier
         description = text or part.replace("_", " ")
         logger.info("%s", description)
         if self.report is not None:
