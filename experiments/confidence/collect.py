@@ -33,12 +33,14 @@ from carlreg.registration.solve import Maps, solve
 from experiments.confidence.cases import LABELS, Loaded, Task, plan, prepare
 from experiments.made import machine
 
-SIDE = 112
+SIDE = 144
 """Voxels a side, at most, of the grid on which labels are compared."""
 POINTS = 120
 """Points of each pair at which local evidence and local truth are kept."""
 SAMPLES = 600
 """Points, at most, of each surface whose distance from the other one is measured."""
+AROUND = 16
+"""How many of them around a point its local error is averaged over: single voxels of a surface are off by chance."""
 LEAST_LANDMARKS = 10
 PointMap = Callable[[Tensor], Tensor]
 """World points (..., 3) of the fixed image to those of the moving one, in float64."""
@@ -230,7 +232,7 @@ def _inside(image: Image, points: Matrix) -> npt.NDArray[np.bool_]:
 def on_labels(
     task: Task, fixed: Image, moving: Image, after: PointMap, device: torch.device
 ) -> tuple[dict[str, float], Matrix, Matrix]:
-    """Scores of labels on a coarse grid, and points on surfaces of the fixed labels with their distances."""
+    """Scores of labels on a coarse grid, and points on surfaces of the fixed labels with mean distances around."""
     shape = tuple(min(n, SIDE) for n in fixed.shape)
     spacing = [mm * (n - 1) / max(m - 1, 1) for mm, n, m in zip(fixed.spacing, fixed.shape, shape, strict=True)]
     world = _mapped(fixed.unit_to_world(), voxel_points(torch.empty(1, 1, *shape, device=device))[0].double())
@@ -253,9 +255,10 @@ def on_labels(
         out = _nearest(chosen * step, other * step)
         both = (float(out.mean()), len(mine)), (float(_nearest(back * step, mine * step).mean()), len(other))
         distances.append(sum(mm * count for mm, count in both) / (len(mine) + len(other)))
-        first = POINTS // len(labels)
-        where.append(world[tuple(chosen[:first].T)].cpu().numpy())
-        errors.append(out[:first].cpu().numpy())
+        first = chosen[: POINTS // len(labels)]
+        around = torch.cdist(first * step, chosen * step).topk(min(AROUND, len(chosen)), largest=False).indices
+        where.append(world[tuple(first.T)].cpu().numpy())
+        errors.append(out[around].mean(1).cpu().numpy())
     scores["surface_after_mm"] = mean_score(dict(enumerate(distances)))
     kept = (np.concatenate(where), np.concatenate(errors)) if where else (np.zeros((0, 3)), np.zeros(0))
     return {name: value for name, value in scores.items() if math.isfinite(value)}, *kept
