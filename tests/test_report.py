@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Page, chromium, needs_browser
+from PIL import Image as Picture
 
 from carlreg.files import world_transform
 from carlreg.files.images import Image, map_points
@@ -23,7 +25,7 @@ from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.display import display_grid
 from carlreg.show.report.curves import plot_losses
-from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, volume, voxel_points
+from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, page_data, volume, voxel_points
 
 sitk = pytest.importorskip("SimpleITK")
 PROGRAM = Path(report.__file__).parent / "page.js"
@@ -345,9 +347,38 @@ def show(page: Page, path: Path, **size: int) -> None:
     page.settle()
 
 
+def expected_error(fixed: Image) -> Image:
+    """A map that grows with the distance from the centre of the world, on a coarser grid."""
+    grid = display_grid(to_closest_ras(fixed), 500)
+    return dataclasses.replace(grid, data=np.linalg.norm(voxel_points(grid), axis=-1).astype(np.float32) / 10)
+
+
+def read_volume(found: dict[str, Any]) -> np.ndarray:
+    """The levels (nx, ny, nz) of a volume in the page, from its mosaic."""
+    picture = np.asarray(Picture.open(io.BytesIO(base64.b64decode(found["png"].split(",")[1]))))
+    (nx, ny, nz), columns = found["shape"], found["columns"]
+    corners = [((k % columns) * nx, (k // columns) * ny) for k in range(nz)]
+    return np.stack([picture[top : top + ny, left : left + nx].T for left, top in corners], axis=-1).astype(float)
+
+
+def test_the_page_has_the_expected_error() -> None:
+    pair = registration(bend)
+    assert "error" not in page_data(pair, None, {})
+    errors = expected_error(pair.fixed)
+    found = page_data(dataclasses.replace(pair, expected_error=errors), None, {})["error"]
+    assert found["high"] == pytest.approx(float(np.percentile(errors.data, 99)))
+    levels = read_volume(found)
+    points = voxel_points(display_grid(to_closest_ras(pair.fixed), MAP_VOXELS))
+    truth = np.linalg.norm(points, axis=-1) / 10
+    inner = truth < 0.9 * found["high"]
+    assert np.abs(levels / 255 * found["high"] - truth)[inner].max() < 0.5  # interpolated between coarse voxels
+    assert np.corrcoef(levels[inner], truth[inner])[0, 1] > 0.99
+
+
 @pytest.fixture(scope="module")
 def bent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Registration]:
     pair = registration(bend, warnings=("the match is doubtful",))
+    pair = dataclasses.replace(pair, expected_error=expected_error(pair.fixed))
     path = tmp_path_factory.mktemp("report") / "report.html"
     return report.write(pair, path, spread=pair.fixed, dice={"liver": (0.1, 0.875)}), pair
 
@@ -392,7 +423,11 @@ def test_the_page_in_a_browser(tab: Page, bent: tuple[Path, Registration]) -> No
             tab.wait("document.querySelectorAll('figcaption')[1].textContent === 'flicker: fixed'")
         tab.settle()
         pictures.add(pixels(tab, 1))
-    assert len(pictures) == len(views) == 9
+        if view == "error":
+            assert re.search(
+                r"expected error 0 mm .* mm and more", tab.get("document.getElementById('legend').innerHTML")
+            )
+    assert len(pictures) == len(views) == 10
     assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
     assert tab.complaints == []
 

@@ -38,7 +38,7 @@ from carlreg.files.checksums import sha256  # noqa: E402
 from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
 from carlreg.files.landmarks import read_correspondences  # noqa: E402
 from carlreg.files.orientation import to_closest_ras  # noqa: E402
-from carlreg.files.results import Confidence, InputRecord  # noqa: E402
+from carlreg.files.results import EXPECTED_ERROR, Confidence, InputRecord  # noqa: E402
 from carlreg.show import (  # noqa: E402
     report,
     viewer,
@@ -683,6 +683,40 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
         tab.wait(f"document.body.dataset.shown !== '{turn}'")
         assert np.sign((crosshair(tab, "fixed") - here)[2]) == by
     assert tab.complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_expected_error_is_an_overlay(tab: Page, tmp_path: Path) -> None:
+    out = save(tmp_path)
+    fixed = images.read(tmp_path / "fixed.nii.gz")
+    errors = np.linspace(0, 6, fixed.data.size, dtype=np.float32).reshape(fixed.shape)
+    images.write(Image(errors, fixed.affine), out / EXPECTED_ERROR)
+    with running(out) as server:
+        index = (10, 20, 7)
+        point = ",".join(map(str, map_points(fixed.affine, index)))
+        found = json.loads(ask(server, f"at.json?side=fixed&point={point}")[1])
+        assert found["expected_error_mm"] == pytest.approx(float(errors[index]), abs=1e-3)
+        assert "expected_error_mm" not in json.loads(ask(server, f"at.json?side=moving&point={point}")[1])
+        opened(tab, server)
+        assert tab.get("Array.from(byId('overlay').options, (o) => o.value)")[-1] == "error"
+        plain = screen(tab)
+        tab.choose("#overlay", "error")
+        tab.wait("panels.fixed.volumes.length === 2 && panels.warped.volumes.length === 2")
+        tab.settle()
+        assert tab.get("panels.moving.volumes.length") == 1
+        shown = tab.get(
+            "[panels.fixed.volumes[1].colormap, panels.fixed.volumes[1].cal_min, panels.fixed.volumes[1].cal_max]"
+        )
+        assert shown == ["inferno", 0, pytest.approx(float(np.percentile(errors, 99)), rel=1e-3)]
+        assert "yellow 5.9 mm" in tab.get("byId('sides').textContent")
+        coloured = np.abs(screen(tab)[..., 0] - screen(tab)[..., 2]) > 30
+        assert coloured.mean() > (np.abs(plain[..., 0] - plain[..., 2]) > 30).mean() + 0.02
+        tab.choose("#overlay", "none")
+        tab.wait("panels.fixed.volumes.length === 1")
+    assert tab.complaints == []
+    (out / EXPECTED_ERROR).unlink()
+    assert "expected_error" not in viewer.load_scene(out).describe()["volumes"]
 
 
 def network(folder: Path) -> Path:

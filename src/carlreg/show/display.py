@@ -40,6 +40,11 @@ def grey_scale(image: Image, ct: bool | None = None) -> GreyScale:
     return GreyScale(((done.low, 0), (done.high, 255)), {"all": (done.low, done.high), "bright": (done.low, bright)})
 
 
+def high_end(values: Image) -> float:
+    """Where the colours of a map of distances end: its 99th percentile."""
+    return max(float(np.percentile(values.data, 99)), 1e-3)
+
+
 def display_grid(image: Image, voxels: int) -> Image:
     """An empty image over the same box, with at most `voxels` nearly cubic voxels, no finer than the finest axis."""
     extent = [max(s * (n - 1), 1e-6) for s, n in zip(image.spacing, image.shape, strict=True)]

@@ -381,7 +381,7 @@ function barLength(most) {
 
 const VIEWS = {
   warped: "moving, warped", blend: "blend", edges: "edges", flicker: "flicker", checkerboard: "checkerboard",
-  difference: "difference", grid: "deformation grid", jacobian: "volume change", certainty: "certainty",
+  difference: "difference", grid: "deformation grid", jacobian: "volume change", certainty: "certainty", error: "expected error",
 };
 const ZOOM = 3, MOST_ZOOM = 12;
 const HINT = "Wheel or arrow keys: slices. Click: go there, in any image. Drag: window and level. Double-click, or Ctrl and wheel: zoom; Shift and drag: pan. Escape: reset. ";
@@ -398,6 +398,7 @@ function legend(data, view) {
     return `volume × ${1 / most} ${gradient((t) => diverging(2 * t - 1))} × ${most}; folds are magenta`;
   }
   if (view === "certainty") return `attention spread over ${data.certainty.low.toPrecision(3)} mm ${gradient(sequential)} ${data.certainty.high.toPrecision(3)} mm`;
+  if (view === "error") return `expected error 0 mm ${gradient(sequential)} ${data.error.high.toPrecision(2)} mm and more`;
   return {
     checkerboard: "fixed in grey, warped tinted", blend: "fixed green, warped magenta: grey where they agree",
     edges: "edges of the fixed image over the warped one", grid: "a regular grid of the moving image, deformed by the transform",
@@ -417,7 +418,7 @@ async function load(volume) {
 }
 
 const byId = (id) => document.getElementById(id);
-const VOLUMES = ["fixed", "warped", "moving", "jacobian", "certainty", "fixed_labels", "warped_labels", "moving_labels"];
+const VOLUMES = ["fixed", "warped", "moving", "jacobian", "certainty", "error", "fixed_labels", "warped_labels", "moving_labels"];
 let data, state;  // for the console, too
 
 async function start() {
@@ -728,7 +729,7 @@ async function start() {
 
   function buildControls() {
     const options = (select, entries) => { for (const [value, words] of entries) select.add(new Option(words, value)); };
-    options(byId("view"), Object.entries(VIEWS).filter(([name]) => !(name === "certainty" && !data.certainty)));
+    options(byId("view"), Object.entries(VIEWS).filter(([name]) => !["certainty", "error"].includes(name) || data[name]));
     options(byId("window"), [...Object.keys(data.fixed.windows), ""].map((name) => [name, name]));
     options(byId("shown"), ["all", ...PLANES[data.dim].map(({ name }) => name)].map((name) => [name, name]));
     byId("plane").hidden = byId("frame").hidden = data.dim !== 3;

@@ -20,7 +20,7 @@ from carlreg.files.label_names import Names
 from carlreg.geometry import resizing
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.registration.result import Registration
-from carlreg.show.display import DOUBLINGS, GreyScale, determinant, display_grid, grey_scale, grid_over
+from carlreg.show.display import DOUBLINGS, GreyScale, determinant, display_grid, grey_scale, grid_over, high_end
 
 Levels = npt.NDArray[np.uint8]
 VOXELS, MAP_VOXELS = 128**3, 300_000
@@ -49,6 +49,8 @@ def page_data(registration: Registration, spread: Image | None, names: Names) ->
     }
     if spread is not None:
         data["certainty"] = _certainty(spread, fixed)
+    if registration.expected_error is not None:
+        data["error"] = _expected_error(registration.expected_error, fixed)
     return data | _labels(registration, names, shape, tuple(data["moving"]["shape"][: moving.dim]))
 
 
@@ -127,12 +129,25 @@ def _jacobian(registration: Registration, fixed: Image) -> dict[str, Any]:
 
 def _certainty(spread: Image, fixed: Image) -> dict[str, Any]:
     """The spread of the attention as levels, from the widest to the narrowest."""
-    points = voxel_points(display_grid(fixed, MAP_VOXELS))
-    unit = torch.from_numpy(map_points(spread.world_to_unit(), points))[None]
-    values = interpolate(torch.from_numpy(spread.data.astype(np.float64))[None, None], unit)[0, 0].numpy()
+    values = _on_display(spread, fixed)
     narrow, wide = float(values.min()), float(values.max())
     levels = np.rint(255 * (wide - values) / max(wide - narrow, 1e-12)).astype(np.uint8)
     return {**volume(levels), "low": wide, "high": narrow}
+
+
+def _expected_error(errors: Image, fixed: Image) -> dict[str, Any]:
+    """The expected error as levels, from 0 to its 99th percentile."""
+    values = _on_display(errors, fixed)
+    most = high_end(errors)
+    levels = np.rint(255 * np.clip(values / most, 0, 1)).astype(np.uint8)
+    return {**volume(levels), "low": 0.0, "high": most}
+
+
+def _on_display(values: Image, fixed: Image) -> Matrix:
+    """A map over the fixed image at the voxels of an overlay."""
+    points = voxel_points(display_grid(fixed, MAP_VOXELS))
+    unit = torch.from_numpy(map_points(values.world_to_unit(), points))[None]
+    return interpolate(torch.from_numpy(values.data.astype(np.float64))[None, None], unit)[0, 0].numpy()
 
 
 def voxel_points(grid: Image) -> Matrix:

@@ -51,13 +51,15 @@ function labelTable(labels, most) {
 /** The volumes drawn over a side's image for an overlay. */
 function overlays(side, choice) {
   if (choice === "labels") return [`${side}_labels`].filter((name) => scene.volumes[name]);
-  return choice === "jacobian" && side !== "moving" ? ["jacobian", "folds"] : [];
+  if (side === "moving") return [];
+  return { jacobian: ["jacobian", "folds"], error: ["expected_error"] }[choice] || [];
 }
 
 async function show(side, name, opacity) {
   const { window, labels } = scene.volumes[name];
   const options = { url: `${name}.nii`, name: `${name}.nii`, opacity, colormap: "gray" };
   if (window) [options.cal_min, options.cal_max] = window;
+  if (name === "expected_error") options.colormap = "inferno";
   if (name === "jacobian") Object.assign(options, { colormap: "red", colormapNegative: "blue" });
   const panel = panels[side], volume = await panel.addVolumeFromUrl(options);
   if (labels) {
@@ -77,7 +79,8 @@ async function changeOverlay() {
   }));
   byId("sides").textContent = (scene.dim === 3 ? "Radiological: the patient's right (R) is on the left. " : "")
     + "Click, drag or scroll: the other images show the matching point. Right-drag: window and level."
-    + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: down to a quarter; magenta: folds." : "");
+    + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: down to a quarter; magenta: folds." : "")
+    + (choice === "error" ? ` Expected error: dark 0 mm, yellow ${scene.volumes.expected_error.window[1].toPrecision(2)} mm and more.` : "");
 }
 
 // ---- positions ------------------------------------------------------------------------------------------------------
@@ -129,7 +132,8 @@ async function hover(side, event) {
     const mm = Array.from(panel.frac2mm(fraction, 0, true)).slice(0, 3);
     const found = await request(`at.json?side=${side}&frame=ras&point=${mm.join(",")}`);
     const value = found.value === null ? "" : `: ${Number(found.value.toPrecision(4))}`;
-    byId("under").textContent = `${TITLES[side]}${value}${found.label ? `, ${found.label}` : ""}`;
+    const error = Number.isFinite(found.expected_error_mm) ? `, expected error ${found.expected_error_mm.toFixed(1)} mm` : "";
+    byId("under").textContent = `${TITLES[side]}${value}${found.label ? `, ${found.label}` : ""}${error}`;
   } finally { asking = false; }
 }
 
@@ -355,8 +359,8 @@ function press(event) {
 }
 
 function buildControls() {
-  for (const [value, words] of [["labels", "labels"], ["jacobian", "volume change"]])
-    if (SIDES.some((side) => overlays(side, value).length)) byId("overlay").add(new Option(words, value));
+  for (const [value, words] of [["labels", "labels"], ["jacobian", "volume change"], ["error", "expected error"]])
+    if (SIDES.some((side) => overlays(side, value).some((name) => scene.volumes[name]))) byId("overlay").add(new Option(words, value));
   byId("planes").parentElement.hidden = byId("frame").hidden = scene.dim !== 3;
   byId("planes").onchange = (event) => { Object.values(panels).forEach((panel) => panel.setSliceType(Number(event.target.value))); arrange(); };
   byId("shown").onchange = arrange;

@@ -24,6 +24,7 @@ from carlreg.files.checksums import sha256
 from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
 from carlreg.files.label_names import guess_names
 from carlreg.files.results import (
+    EXPECTED_ERROR,
     INVERSE,
     NAMES,
     PAGE,
@@ -36,7 +37,7 @@ from carlreg.files.results import (
 )
 from carlreg.files.world_transform import ItkTransform, WorldTransform
 from carlreg.registration.options import RegisterOptions
-from carlreg.show.display import DOUBLINGS, determinant, grey_scale
+from carlreg.show.display import DOUBLINGS, determinant, grey_scale, high_end
 
 MAP_VOXELS = 2_000_000
 """Largest number of voxels of the Jacobian determinant, which is smooth."""
@@ -52,7 +53,7 @@ class Scene:
     """
 
     folder: Path
-    images: Mapping[str, Image]  # "fixed", "moving", "warped", and each of them with "_labels"
+    images: Mapping[str, Image]  # "fixed", "moving", "warped", and each of them with "_labels"; "expected_error"
     names: Mapping[str, str]  # the file name of each image
     notes: tuple[str, ...]  # inputs that are missing, have changed or are not shown
     transform: WorldTransform | ItkTransform
@@ -109,6 +110,8 @@ class Scene:
         volumes: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}}
         volumes |= {name: {"window": window(image)} for name, image in self.images.items() if name not in self.labels}
         volumes |= {name: {"labels": found} for name, found in self.labels.items()}
+        if "expected_error" in self.images:
+            volumes["expected_error"] = {"window": [0.0, high_end(self.images["expected_error"])]}
         confidence = None if self.record is None else self.record.to_json().get("confidence")
         return {
             "folder": self.folder.name or str(self.folder),
@@ -137,6 +140,8 @@ class Scene:
         found: dict[str, Any] = {"value": _value(self.images[side], point), "label": None}
         if f"{side}_labels" in self.labels and (label := _value(self.volume(f"{side}_labels"), point)):
             found["label"] = self.label_names.get(int(label), f"label {label:g}")
+        if "expected_error" in self.images and side != "moving":
+            found["expected_error_mm"] = _value(self.images["expected_error"], point)
         return found
 
     def match(self, point: Matrix, *, start: str = "fixed") -> dict[str, Any]:
@@ -186,6 +191,8 @@ class _Loader:
         self.find_input("initial_transform", inputs)
         if (labels := self.folder / WARPED_LABELS).is_file():
             self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
+        if (errors := self.folder / EXPECTED_ERROR).is_file():
+            self.add("expected_error", self.result(EXPECTED_ERROR), images.read(errors))
         report = self.result(PAGE) if (self.folder / PAGE).is_file() else None
         notes = tuple(self.notes)
         return Scene(self.folder, self.images, self.names, notes, transform, inverse, report, self.paths, self.record)
