@@ -10,11 +10,13 @@ many in a larger, empty image. The network sees some images in a random contrast
 ones and on their labels. A batch is drawn in one pass on the device.
 
 Training has two parts. First the encoder alone learns to match positions, from pairs whose true map is known: the
-cross-entropy between the attention of a voxel and its true position, as in `experiments/rotation/encoder.py`. With
-diffusion or GradICON from the start, a new network maps all points to the same place. Then the network is trained with
-GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. For most of them
-the encoder stays as it is, since the untrained refinements would undo what it has learnt; at the end it is trained with
-the rest, at a tenth of the rate. A run that was cut off in the second part resumes with the same command.
+cross-entropy between the attention of a voxel and its true position, as in `experiments/rotation/encoder.py`, and the
+distance of the whole map and its slopes from the true ones, since a map that folds where there is nothing to match
+cannot be unfolded by what follows. With diffusion or GradICON from the start, a new network maps all points to the same
+place. Then the network is trained with
+GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. For some of them
+the encoder stays as it is, since the untrained refinements would undo what it has learnt; then it is trained with the
+rest, at a tenth of the rate. A run that was cut off in the second part resumes with the same command.
 
 Writes the best model on `dev` (training subjects kept back), in half precision. `--score` writes scores.json: Dice on
 `dev`, and of the vessels on all test pairs of `experiments/retina`, of the network alone and with the default
@@ -92,6 +94,8 @@ QUERIES = 1024
 """Voxels of the coarse grid to match in the other image."""
 CONTENT = 0.03
 """Least local contrast of voxels to match."""
+SMOOTH = 1.0
+"""Weight of the map's distance from the true one, beside the cross-entropy."""
 WARM_UP = 200
 """Steps of the second part before its speed is known."""
 
@@ -126,7 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of the second part; by default as many as fit into --seconds")
     parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of the second part")
     parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of its cosine schedule")
-    parser.add_argument("--frozen", type=float, default=0.7, help="share of these steps in which the encoder is frozen")
+    parser.add_argument("--frozen", type=float, default=0.3, help="share of these steps in which the encoder is frozen")
     parser.add_argument("--changed", type=float, default=0.35, help="share of input images in a random contrast")
     parser.add_argument("--counts", type=json.loads, default={}, help="numbers that replace those of COUNTS, as JSON")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
@@ -296,13 +300,14 @@ def match(model: RegistrationAlgorithm, data: Pictures, steps: int, rate: float,
         for group in optimizer.param_groups:
             group["lr"] = stage.rate(step)
         optimizer.zero_grad(set_to_none=True)
-        loss = matching_loss(xi, data.draw(generator, FAR, known=True), generator)
-        loss.backward()
+        drawn = data.draw(generator, FAR, known=True)
+        loss = matching_loss(xi, drawn, generator)
+        (loss + SMOOTH * map_loss(xi, drawn)).backward()
         optimizer.step()
         if (step + 1) % 100 == 0 or step + 1 == steps:
             entry = {"matching": step + 1, "loss": float(loss.detach()), "seconds": round(time.monotonic() - began, 1)}
             if (step + 1) % 500 == 0 or step + 1 == steps:
-                entry |= {"median_error_in_voxels": error_in_voxels(first_step(model), data)}
+                entry |= errors(first_step(model), data)
             print(entry, flush=True)
             with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -332,18 +337,39 @@ def matching_loss(xi: CoordinateAttention, drawn: Drawn, generator: torch.Genera
     return (weight * loss).sum() / weight.sum().clamp(min=1)
 
 
+def map_loss(xi: CoordinateAttention, drawn: Drawn) -> Tensor:
+    """Mean distance in voxels between Ξθ's map on the coarse grid and the true one, and the mean squared difference of
+    their slopes, where the true position lies in the moving image."""
+    coarse = pool(pool(drawn.inputs))
+    moving, fixed = coarse.chunk(2)
+    with mixed_precision(coarse.device):
+        points = xi.transform(moving, fixed).on_grid_of(fixed).float()
+    truth, _ = drawn.coarse_truth()
+    inside = ((truth > 0) & (truth < 1)).all(-1)[..., None].float()
+    wrong = (points - truth) * (coarse.shape[-1] - 1)
+    loss = (inside * F.smooth_l1_loss(wrong, torch.zeros_like(wrong), reduction="none")).sum() / inside.sum()
+    for axis in (1, 2):
+        n = wrong.shape[axis] - 1
+        both = inside.narrow(axis, 1, n) * inside.narrow(axis, 0, n)
+        loss = loss + (both * wrong.diff(dim=axis).square()).sum() / both.sum()
+    return loss
+
+
 @torch.no_grad()
-def error_in_voxels(xi: RegistrationAlgorithm, data: Pictures) -> float:
-    """Median distance of Ξθ's matches from the true positions, in voxels of its coarse grid, on one batch."""
+def errors(xi: RegistrationAlgorithm, data: Pictures) -> dict[str, float]:
+    """Median distance of Ξθ's matches from the true positions, in voxels of its coarse grid, and its folds in per cent,
+    on one batch."""
     drawn = data.draw(torch.Generator().manual_seed(0), FAR, known=True)
     moving, fixed = drawn.inputs.chunk(2)
     was = xi.training
     with mixed_precision(data.device):
-        points = xi.eval()(moving, fixed).on_grid_of(fixed)
+        phi = xi.eval()(moving, fixed)
+    points, folds = phi.on_grid_of(fixed), folding(phi, fixed)
     xi.train(was)
     truth, weight = drawn.coarse_truth()
     found = to_coarse(pool(pool(points.movedim(-1, 1).float())), drawn.inputs.shape[-1]).movedim(1, -1)
-    return float(((found - truth) * (truth.shape[1] - 1)).norm(dim=-1)[weight > 0].median())
+    apart = ((found - truth) * (truth.shape[1] - 1)).norm(dim=-1)
+    return {"median_error_in_voxels": float(apart[weight > 0].median()), "folds": folds}
 
 
 def to_coarse(points: Tensor, side: int) -> Tensor:
