@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: test demo figures torture docs lint format clean
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 demo: $(READY)
 	$(VENV)/bin/carl demo --overwrite $(ARGS)

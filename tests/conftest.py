@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # read when torch is imported: processes share the cores between them
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
+
 import torch
 
 if not torch.cuda.is_available():
