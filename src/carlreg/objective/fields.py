@@ -74,6 +74,13 @@ class Optimized:
     """Which entry of `losses` belongs to the transforms."""
     stopped: str | None = None
     """Why the optimisation ended early, if it did."""
+    coarse: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """Losses on coarser grids before, with their `level`: how many times as large their voxels are."""
+
+    @property
+    def course(self) -> list[dict[str, float]]:
+        """All losses in order, each with its level if there are several."""
+        return [*self.coarse, *({**loss, "level": 1.0} if self.coarse else loss for loss in self.losses)]
 
 
 def steps_in_all(steps: int, levels: int = LEVELS) -> int:
@@ -148,6 +155,7 @@ def optimize_fields(
         if (reason := finest.meaningless(start)) is not None or (guide is None and finest.matches(start)):
             return Optimized(*given, [] if reason else [finest.loss(start).floats()], 0, reason)
         done, coarse_steps = 0, COARSE * steps if coarse_steps is None else coarse_steps
+        course: list[dict[str, float]] = []
         for level in reversed(range(1, levels)):
             coarse = finest.shrink(2**level)
             begin = [own.resampled(field, other) for field, own, other in zip(fields, (f, m), coarse.both, strict=True)]
@@ -155,6 +163,7 @@ def optimize_fields(
             moves = (new - old for new, old in zip(found, begin, strict=True))
             parts = zip(fields, moves, coarse.both, (f, m), strict=True)
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
+            course += [{**loss, "level": 2.0**level} for loss in losses if math.isfinite(loss["total"])]
             done += coarse_steps
         least = (1 - GAIN) * float(finest.loss(start).total) if guide is None else math.inf
         found, losses, best = finest.descend(fields, steps, done, callback, graphs)
@@ -163,12 +172,12 @@ def optimize_fields(
         if stopped is not None:
             logger.warning("instance optimisation stopped: %s; keeping the best step before it", stopped)
         if not losses[best]["total"] < least:
-            return Optimized(*given, losses[:bad], 0, stopped)
+            return Optimized(*given, losses[:bad], 0, stopped, course)
         phi, psi = (
             DisplacementField(multiply_axes(side.unfolded(field), one.finer), extrapolation(old))
             for field, one, side, old in zip(found, (f, m), finest.sides, given, strict=True)
         )
-        return Optimized(phi, psi, losses[:bad], best, stopped)
+        return Optimized(phi, psi, losses[:bad], best, stopped, course)
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, wor
         peak_memory_gb=peak_memory(str(device)),
         metrics=metrics,
         dice=dice,
-        losses=[] if solution.optimization is None else solution.optimization.result.losses,
+        losses=[] if solution.optimization is None else solution.optimization.result.course,
         warnings=work.warnings,
         orientation=describe_orientation(made.orientation, applied=options.fix_orientation),
         confidence=made.confidence,

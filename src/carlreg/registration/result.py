@@ -165,7 +165,8 @@ class Registration:
 
     @property
     def losses(self) -> list[Mapping[str, float]]:
-        """Total, similarity and regularity at each step of the optimisation."""
+        """Total, similarity and regularity at each step of the optimisation. If fields were optimised on several grids,
+        `level` is how many times as large as the finest grid's the voxels of a step's grid are."""
         return list(self.record.losses)
 
     @property
