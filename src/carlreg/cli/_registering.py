@@ -32,9 +32,8 @@ Numbers = Annotated[str | None, typer.Option(parser=_numbers, metavar="N[,N]")]
 MODEL = Annotated[
     str,
     "A model from `carl models list`, or a model file. default: carl-base; where its result is judged doubtful or "
-    "failed, other ways are tried: a search for a rotation, another similarity, no network. auto: the same; where "
-    "results cannot be judged, a rotation is searched for first. none: no network; fields are optimised from an "
-    "affine map, which is searched for.",
+    "failed, other ways are tried: a search for a rotation, another similarity, no network. auto: the same after a "
+    "search for a rotation. none: no network; fields are optimised from an affine map, which is searched for.",
     QUALITY,
 ]
 SPECIAL: dict[str, Any] = {
