@@ -3,7 +3,7 @@
 python docs/screenshots.py carl-demo/pair            # report, viewer and app, on a desk and on a phone
 python docs/screenshots.py carl-demo/pair --tour     # the animation, too: it starts a registration and cancels it
 python docs/screenshots.py carl-demo/pair --site site    # pages of the website, too, built by docs/build.py
-python docs/screenshots.py carl-demo/pair --cohort out    # the gallery of a cohort, too, written by carl cohort
+python docs/screenshots.py carl-demo/pair --cohort out    # the gallery of synthetic patients, too, registered into out
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import WEBGL, Page, chromium  # noqa: E402
 
+from carlreg import register_many  # noqa: E402
 from carlreg.files import images, world_transform  # noqa: E402
 from carlreg.show import app, viewer  # noqa: E402
 from carlreg.show.display import grey_scale  # noqa: E402
+from carlreg.synthesis import patient  # noqa: E402
 
 PICTURES = ROOT / "docs" / "images"
 DESK, PHONE = (1400, 900), (390, 844)
@@ -132,9 +134,24 @@ def shoot_site(page: Page, site: Path) -> None:
         save(name, page)
 
 
+def register_patients(folder: Path) -> None:
+    """Five synthetic patients on a sixth, by the network alone; the last scan shows more of the chest."""
+    scans, moves = folder / "scans", (0, 0, 20, -20, 30, -110)
+    scans.mkdir(parents=True)
+    for number, up in enumerate(moves):
+        scan = patient(number).moved((0, 0, up)).scan((80, 80, 64), 4.8, seed=number)
+        place = folder / "fixed" if number == 0 else scans / f"patient{number}"
+        images.write(images.Image(scan.data, scan.affine), f"{place}.nii.gz")
+        images.write(images.Image(scan.labels, scan.affine), f"{place}_labels.nii.gz")
+    fixed = {"fixed": folder / "fixed.nii.gz", "fixed_seg": folder / "fixed_labels.nii.gz"}
+    register_many(scans, folder / "cohort", **fixed, io_iterations=0, device="cpu")
+
+
 def shoot_gallery(page: Page, folder: Path) -> None:
+    if not folder.exists():
+        register_patients(folder)
     for name, size in (("gallery", DESK), ("gallery-phone", PHONE)):
-        show(page, (folder / "index.html").resolve().as_uri(), size, "document.images.length > 1")
+        show(page, (folder / "cohort" / "index.html").resolve().as_uri(), size, "document.images.length > 1")
         page.wait("Array.from(document.images).every((one) => one.complete)")
         save(name, page)
 
