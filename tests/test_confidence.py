@@ -612,8 +612,10 @@ def test_mirrored_torsos_are_named(torsos: tuple[Scan, Scan], axes: tuple[int, .
     if axes:
         assert found.describe() == f"mirrored {AXES[axes[0]]}"
         assert found.is_reflection
+        assert found.gain == pytest.approx(found.similarity - found.given_similarity)
     else:
         assert found.is_given
+        assert found.gain == 0
 
 
 def test_quarter_turns_of_a_torso_are_named(torsos: tuple[Scan, Scan]) -> None:

@@ -27,6 +27,7 @@ from carlreg.geometry.grids import interpolate, voxel_points
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.metrics import dice, mean_score, surface
 from carlreg.preparation import PreparedPair, prepare_pair
+from carlreg.registration.attempt import look_at_headers
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
 from carlreg.registration.solve import Maps, solve
@@ -148,6 +149,8 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
     )
     judged = time.perf_counter()
     found = gather(answer, Budget.of(seconds, 0.0, full=True))
+    gain = look_at_headers(pair).gain
+    found = replace(found, evidence=replace(found.evidence, misorientation=gain))
     judged = time.perf_counter() - judged
     truth, points = _compare(task, fixed, moving, pair, solution.maps, found)
     return named(task) | {

@@ -20,10 +20,10 @@ from carlreg.fast.devices import choose_device
 from carlreg.files.atomic import write_atomically
 from carlreg.files.images import Image, read
 from carlreg.files.orientation import to_closest_ras
-from carlreg.model.loaded import NONE, load_model
+from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.preparation import prepare_pair
-from carlreg.registration.affine_search import Scan
-from carlreg.registration.orientation_search import Orientation, search_orientation
+from carlreg.registration.attempt import look_at_headers
+from carlreg.registration.orientation_search import Orientation
 from experiments.confidence import cases
 from experiments.made import commit, machine
 
@@ -66,11 +66,9 @@ def scan(data: Path, stem: str) -> Image:
     return to_closest_ras(read(data / f"{stem}.nii.gz"))
 
 
-def look(fixed: Image, moving: Image, device: torch.device) -> Orientation:
-    """As `carl register` looks into headers."""
-    pair = prepare_pair(fixed, moving, load_model(NONE, device), device)
-    here, there = (Scan(one.tensor, one.spacing(one.tensor.shape[2:])) for one in pair)
-    return search_orientation(there, here)
+def look(fixed: Image, moving: Image, model: LoadedModel, device: torch.device) -> Orientation:
+    """As `carl register` looks into headers, on what the network sees."""
+    return look_at_headers(prepare_pair(fixed, moving, model, device))
 
 
 def chosen(data: Path, split: str, name: str) -> list[tuple[cases.Scan, cases.Scan]]:
@@ -84,10 +82,11 @@ def chosen(data: Path, split: str, name: str) -> list[tuple[cases.Scan, cases.Sc
 
 def rows(data: Path, split: str, sets: Sequence[str], count: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """One row for each search: `count` altered pairs of each set, and four times as many as they are."""
+    model = load_model("default", device)
     for name in sets:
         pairs = chosen(data, split, name)
         for index, pair in enumerate(pairs[: 4 * count]):
-            yield from _of_pair(data, name, pair, index, alterations(name) if index < count else {}, device)
+            yield from _of_pair(data, name, pair, index, alterations(name) if index < count else {}, model, device)
 
 
 def _of_pair(
@@ -96,6 +95,7 @@ def _of_pair(
     pair: tuple[cases.Scan, cases.Scan],
     index: int,
     changes: Mapping[str, Matrix],
+    model: LoadedModel,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
     """The pair as it is, with the moving scan altered, and for the first pair with both mirrored alike."""
@@ -104,7 +104,7 @@ def _of_pair(
         for alike in (False, True) if index == 0 and what.startswith("mirrored") else (False,):
             began = time.perf_counter()
             fixed = altered(both[0], matrix) if alike else both[0]
-            found = look(fixed, altered(both[1], matrix), device)
+            found = look(fixed, altered(both[1], matrix), model, device)
             truth = torch.from_numpy(matrix.T.copy()).to(found.matrix)
             yield {
                 "set": name,

@@ -98,6 +98,9 @@ class Evidence:
     surprise: float = math.nan
     """How little attention there is at the result: minus its mean logarithm, as a fraction of that of even attention to
     everything."""
+    misorientation: float = math.nan
+    """By how much a reflection or quarter turns of the moving scan make coarse images more similar than their headers
+    do; 0 if nothing does."""
     novelty: float = math.nan
     """How far the features of the less usual image are from those of training, in standard deviations."""
     kinship: float = math.nan

@@ -66,6 +66,7 @@ NUMBERS: dict[str, Callable[[Values], float]] = {
     "deformation": _relative("deformation_mm"),
     "attention": _relative("attention_mm"),
     "surprise": _plain("surprise"),
+    "misorientation": _plain("misorientation"),
     "novelty": _logarithm("novelty"),
     "kinship": _logarithm("kinship"),
 }

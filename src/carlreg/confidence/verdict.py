@@ -135,6 +135,10 @@ WORDS = {
     "volume": _VOLUME,
     "gain": "the optimisation removed {gain_percent:.0f} % of the loss: the network was far off",
     "moved": "the optimisation moved the network's answer by {moved_mm:.1f} mm",
+    "residual": "structures still seem to be {residual_mm:.1f} mm apart",
+    "attention": "the result is {attention_mm:.1f} mm from where the network's attention points",
+    "surprise": "the network's attention points elsewhere",
+    "misorientation": "the scans are more alike if one is mirrored or turned: check the headers",
     "novelty": "outside what {model} was trained on",
     "kinship": "the two scans seem to show different anatomy, or very different contrasts",
 }

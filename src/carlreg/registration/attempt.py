@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,8 @@ SEARCH_SIDE, SEARCH_MM = 96, 2.0
 """The grid on which a rotation is searched for, and its usual voxel size."""
 CLEARLY = 0.2
 """A later way replaces an earlier one of the same verdict if its probability of failure is lower by this."""
+LOOK_SECONDS = {"cuda": 0.3, "cpu": 5.0}
+"""What it takes to look into the headers."""
 RANK = {"good": 0, "doubtful": 1, "failed": 2, "unknown": 3}
 Callback = Callable[[int, Loss], None]
 
@@ -124,26 +127,37 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
     budget = Budget.of(seconds["total"], seconds.get("network", 0.0), full=options.confidence == "full")
     if calibration is None and options.confidence != "full":
         budget = replace(budget, seconds=0.0)  # nothing could be made of costly evidence
-    found = gather(answer, budget)
+    began = time.perf_counter()
+    found, orientation = gather(answer, budget), None
+    spent = time.perf_counter() - began + LOOK_SECONDS.get(pair.fixed.tensor.device.type, LOOK_SECONDS["cpu"])
+    if made.case.initial is None and pair.fixed.image.dim > 1 and spent <= budget.seconds:
+        orientation = look_at_headers(pair)
+        found = replace(found, evidence=replace(found.evidence, misorientation=orientation.gain))
     confidence = judge(found, calibration, about, why)
     errors = error_map(found, calibration, confidence.expected_error_mm, pair.fixed)
-    return replace(made, confidence=confidence, expected_error=errors)
+    return replace(made, confidence=confidence, expected_error=errors, orientation=orientation)
 
 
 # ---- headers --------------------------------------------------------------------------------------------------------
 
 
-def find_orientation(case: Case) -> tuple[Orientation, PreparedPair]:
-    """How the axes of the moving scan seem to run against those of the fixed one, on coarse images; and these."""
-    pair = case.prepare(load_model(NONE, "cpu"), torch.device("cpu"), masks=False)
-    fixed, moving = (Scan(one.tensor, one.spacing(one.tensor.shape[2:])) for one in pair)
-    return search_orientation(moving, fixed), pair
+def look_at_headers(pair: PreparedPair) -> Orientation:
+    """How the axes of the moving scan seem to run against those of the fixed one, on coarse images."""
+    device = pair.fixed.tensor.device if pair.fixed.tensor.is_cuda else torch.device("cpu")
+    fixed, moving = (Scan(one.tensor.float().to(device), one.spacing(one.tensor.shape[2:])) for one in pair)
+    return search_orientation(moving, fixed)
+
+
+def _as_given(case: Case) -> PreparedPair:
+    """Both scans as no network needs them, for their headers."""
+    return case.prepare(load_model(NONE, "cpu"), torch.device("cpu"), masks=False)
 
 
 def reoriented(case: Case, work: Progress) -> tuple[Orientation, Case]:
     """The case with the moving scan the way it seems to lie, by the initial transform."""
     work.begin("orientation", "looking into the headers")
-    found, pair = find_orientation(case)
+    pair = _as_given(case)
+    found = look_at_headers(pair)
     if not found.is_wrong:
         return found, case
     work.warn(f"the moving scan was registered as if {found.describe()}, as --fix-orientation asks")
@@ -155,17 +169,16 @@ def reoriented(case: Case, work: Progress) -> tuple[Orientation, Case]:
 
 
 def with_orientation(made: Attempt, options: RegisterOptions, work: Progress, case: Case) -> Attempt:
-    """Look into the headers if the verdict is not good, or if all evidence is wanted. What seems mirrored is never
-    good, and stays as it is."""
-    judged = made.confidence
+    """Look into the headers, if that was not done, where the verdict is not good or all evidence is wanted. What seems
+    mirrored is never good, and stays as it is."""
+    judged, found = made.confidence, made.orientation
     if judged is None or case.fixed.dim not in (2, 3) or case.initial is not None:
         return made
-    if options.confidence != "full" and judged.verdict not in ("doubtful", "failed"):
-        return made
-    work.begin("orientation", "looking into the headers")
-    found, _ = find_orientation(case)
-    made = replace(made, orientation=found)
-    if not found.is_wrong:
+    if found is None and (options.confidence == "full" or judged.verdict in ("doubtful", "failed")):
+        work.begin("orientation", "looking into the headers")
+        found = look_at_headers(made.pair if made.case.initial is None else _as_given(case))
+        made = replace(made, orientation=found)
+    if found is None or not found.is_wrong:
         return made
     text = f"the moving header seems wrong, or the fixed one: {found.describe()}; check it, or give --fix-orientation"
     work.warn(text)

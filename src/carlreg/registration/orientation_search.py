@@ -41,6 +41,11 @@ class Orientation:
     """The same about the centres of the foregrounds, from the fixed scan's unit coordinates to the moving one's."""
 
     @property
+    def gain(self) -> float:
+        """By how much another orientation is more similar than the given one."""
+        return 0.0 if self.is_given else max(self.similarity - self.given_similarity, 0.0)
+
+    @property
     def is_wrong(self) -> bool:
         """Whether another orientation is clearly better than the given one."""
         return not self.is_given and self.similarity > self.given_similarity + CLEARLY
@@ -123,5 +128,5 @@ def search_orientation(moving: Scan, fixed: Scan) -> Orientation:
     turn = turns[chosen[best]]
     linear = turn * fixed.size / moving.size[:, None]
     shift = ((low_m + high_m) / 2 - turn @ (low + high) / 2) / moving.size
-    unit = Affine.from_parts(linear[None], shift[None])
+    unit = Affine.from_parts(linear[None].cpu(), shift[None].cpu())
     return Orientation(turn.cpu(), float(similarity[best]), alone[0], tuple(alone[1:]), unit)
