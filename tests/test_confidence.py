@@ -418,6 +418,13 @@ def test_error_map_follows_local_evidence_and_has_the_expected_mean() -> None:
     assert errors.data[inside].mean() == pytest.approx(3.0, rel=1e-4)
     assert errors.data[0, 0, 0] / errors.data[-1, 0, 0] == pytest.approx(4.0, rel=1e-3)
     np.testing.assert_allclose(errors.affine, image.affine, atol=1e-9)
+    averaged = error_map(found, invented(local=linear(("smooth_disagreement",), (1.0,))), 3.0, prepared)
+    assert averaged is not None
+    profile = averaged.data[:, 0, 0] / averaged.data[-1, 0, 0]
+    assert profile[0] == pytest.approx(4.0, rel=1e-3)
+    assert profile[SIDE // 2 - 1] + profile[SIDE // 2] == pytest.approx(5.0, rel=1e-3)  # the step is no longer sharp
+    assert 2.5 < profile[SIDE // 2 - 1] < 3.9
+    assert Calibration.from_json(model.to_json()).local is not None
     assert error_map(found, invented(), 3.0, prepared) is None
     assert error_map(found, model, None, prepared) is None
 

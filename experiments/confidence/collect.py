@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from carlreg.confidence.error_map import smooth
 from carlreg.confidence.gather import Answer, Budget, Gathered, gather
 from carlreg.fast.devices import choose_device
 from carlreg.files.images import Image, Matrix, map_points
@@ -198,6 +199,7 @@ def _compare(
         return scores, None
     unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), where)).float()
     local = {name: _sample(values, unit) for name, values in found.local.items()}
+    local |= {f"smooth_{name}": _sample(smooth(values), unit) for name, values in found.local.items()}
     return scores, local | {"truth": [round(float(mm), 3) for mm in errors]}
 
 

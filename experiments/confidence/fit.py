@@ -226,8 +226,8 @@ def local_table(row: Row) -> tuple[Vector, Vector] | None:
     points, extent = row["points"], row["evidence"]["extent_mm"]
     columns = []
     for name in LOCAL:
-        if name == "dissimilarity":
-            columns.append(1 - np.array(points["similarity"]))
+        if name.endswith("dissimilarity"):
+            columns.append(1 - np.array(points[name.replace("dissimilarity", "similarity")]))
         elif name in points:
             columns.append(np.log(np.maximum(np.array(points[name]) / extent, FLOOR)))
         else:

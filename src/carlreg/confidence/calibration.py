@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.confidence.numbers import NUMBERS, numbers_of
+from carlreg.confidence.numbers import LOCAL, NUMBERS, SMOOTH, numbers_of
 from carlreg.errors import InputError
 
 Vector = npt.NDArray[np.float64]
@@ -129,7 +129,7 @@ class Calibration:
             failed=float(values["failed"]),
             usual=dict(values["usual"]),
             median=dict(values["median"]),
-            local=_linear(values["local"]) if values.get("local") else None,
+            local=_linear(values["local"], local=True) if values.get("local") else None,
             kinds=dict(values["kinds"]),
             deviation=list(values["deviation"]),
             made=dict(values.get("made", {})),
@@ -145,8 +145,9 @@ def read_calibration(path: Path) -> Calibration:
         ) from error
 
 
-def _linear(values: Mapping[str, Any]) -> Linear:
-    if unknown := [name for name in values["names"] if name not in NUMBERS]:
+def _linear(values: Mapping[str, Any], *, local: bool = False) -> Linear:
+    known = {*LOCAL, *(SMOOTH + name for name in LOCAL)} if local else NUMBERS.keys()
+    if unknown := [name for name in values["names"] if name not in known]:
         raise ValueError(f"unknown number {unknown[0]!r}")
     return Linear(**_tuples(values))
 

@@ -8,6 +8,24 @@ from collections.abc import Callable, Mapping
 LEAST = 1e-3
 """Distances below this fraction of the foreground's extent count as this."""
 
+SMOOTH = "smooth_"
+"""What precedes the name of local evidence that is averaged over windows."""
+LOCAL = (
+    "network_disagreement",
+    "disagreement",
+    "turn",
+    "shift",
+    "spread",
+    "attention",
+    "moved",
+    "deformation",
+    "stretch",
+    "residual",
+    "flatness",
+    "dissimilarity",
+)
+"""Names of local evidence."""
+
 Values = Mapping[str, float]
 
 
