@@ -88,16 +88,21 @@ EVIDENCE = {
     "shift_95": "certificate, shifted: 95th percentile",
     "spread": "spread of attention",
     "entropy": "entropy of attention",
+    "attention": "distance of the result from the centre of attention",
+    "surprise": "attention at the result",
     "kinship": "kinship of the two scans' features",
     "novelty": "novelty of the features",
     "dissimilarity": "similarity",
     "no_excess": "similarity against wrong alignments",
+    "residual": "distance of structures by the contrast that is left",
     "contrast": "agreement of contrasts",
     "uncovered": "coverage of the fixed image",
     "no_overlap": "overlap of the outlines",
     "folds": "folds",
     "extreme": "extreme changes of volume",
     "volume": "deviation of the change of volume",
+    "deformation": "distance from an affine map",
+    "misorientation": "similarity gained by mirroring or turning a scan",
     "moved": "how far optimisation moved the answer",
     "gain": "loss removed by optimisation",
 }
@@ -157,8 +162,24 @@ def confidence_alone() -> Iterator[Sequence[str]]:
     yield "evidence", "all pairs", "same anatomy"
     found = result("confidence/results.json")["alone"]
     for name, words in EVIDENCE.items():
-        numbers = (found[name][key] for key in ("all", "same_anatomy"))
+        numbers = (found.get(name, {}).get(key) for key in ("all", "same_anatomy"))
         yield words, *("–" if value is None else f"{value:.2f}" for value in numbers)
+
+
+@table
+def confidence_headers() -> Iterator[Sequence[str]]:
+    yield "set", "altered in one scan", "named rightly", "unaltered", "false alarms", "both altered alike", "found"
+    for name, counts in result("confidence/orientation.json")["summary"].items():
+        columns = ("altered", "named_rightly", "unaltered", "false_alarms", "alike", "alike_found")
+        yield name.replace("_", " "), *(str(counts[column]) for column in columns)
+
+
+@table
+def confidence_ladder() -> Iterator[Sequence[str]]:
+    yield "kind of pair", "pairs", "climbed", "failed before", "failed after", "mended and good", "worse", "median time"
+    for kind, counts in result("confidence/ladder.json")["summary"].items():
+        columns = ("pairs", "climbed", "failed_before", "failed_after", "mended_and_good", "worse")
+        yield kind, *(str(counts[column]) for column in columns), f"× {counts['median_time']:.2f}"
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def limits(scores: Vector, failed: Vector) -> tuple[float, float]:
 
 def fit_local(rows: Sequence[Row]) -> Linear:
     """The logarithm of the error at a point, within pairs: each pair has the same weight, whatever its level."""
-    parts = [local_table(row) for row in rows if row.get("points") and not row["no_common_anatomy"]]
+    parts = [local_table(row) for row in rows if row.get("points") and not row["failed"]]
     known = [part for part in parts if part is not None]
     x = np.concatenate([numbers - numbers.mean(0) for numbers, _ in known])
     y = np.concatenate([target - target.mean() for _, target in known])
@@ -334,10 +334,10 @@ def error_summary(expected: Vector, true: Vector) -> dict[str, Any]:
 
 
 def map_summary(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:
-    """Rank correlation of expected and true error over the points of a pair: medians over pairs."""
+    """Rank correlation of expected and true error over the points of a pair: medians over pairs that did not fail."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        part = local_table(row) if row.get("points") and not row["no_common_anatomy"] else None
+        part = local_table(row) if row.get("points") and not row["failed"] else None
         if part is None or calibration.local is None:
             continue
         value = spearman(calibration.local.apply(part[0]), part[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -81,11 +82,12 @@ def chosen(data: Path, split: str, name: str) -> list[tuple[cases.Scan, cases.Sc
 
 
 def rows(data: Path, split: str, sets: Sequence[str], count: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row for each search: `count` altered pairs of each set, and four times as many as they are."""
+    """One row for each search: `count` altered pairs of each set, and four times as many as they are. Sets take turns,
+    so that every beginning is balanced."""
     model = load_model("default", device)
-    for name in sets:
-        pairs = chosen(data, split, name)
-        for index, pair in enumerate(pairs[: 4 * count]):
+    pairs = {name: chosen(data, split, name) for name in sets}
+    for index, name in itertools.product(range(4 * count), sets):
+        for pair in pairs[name][index : index + 1]:
             yield from _of_pair(data, name, pair, index, alterations(name) if index < count else {}, model, device)
 
 
@@ -98,10 +100,10 @@ def _of_pair(
     model: LoadedModel,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """The pair as it is, with the moving scan altered, and for the first pair with both mirrored alike."""
+    """The pair as it is, with the moving scan altered, and for the first pair with both mirrored front to back."""
     both = [scan(data, one.stem) for one in pair]
     for what, matrix in {"nothing": np.eye(3, dtype=np.int64), **changes}.items():
-        for alike in (False, True) if index == 0 and what.startswith("mirrored") else (False,):
+        for alike in (False, True) if index == 0 and what == "mirrored front to back" else (False,):
             began = time.perf_counter()
             fixed = altered(both[0], matrix) if alike else both[0]
             found = look(fixed, altered(both[1], matrix), model, device)
@@ -145,11 +147,12 @@ def run(arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    found = []
+    made = {"commit": commit(), "machine": f"{machine()}, {device.type}", "seed": cases.SEED, "split": arguments.split}
+    began, found = time.monotonic(), []
     for row in rows(arguments.data, arguments.split, arguments.sets, arguments.pairs, device):
         found.append(row)
-        print(json.dumps(row), flush=True)
-    made = {"commit": commit(), "machine": f"{machine()}, {device.type}", "seed": cases.SEED, "split": arguments.split}
-    report = {"made": made, "summary": summary(found), "rows": found}
-    write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
-    print(json.dumps(report["summary"], indent=1))
+        report = {"made": made, "summary": summary(found), "rows": found}
+        write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
+        if time.monotonic() - began > arguments.seconds:
+            break
+    print(json.dumps(summary(found), indent=1))
