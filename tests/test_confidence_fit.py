@@ -263,3 +263,44 @@ def test_altered_headers_are_those_that_are_meant() -> None:
             old = np.rint(matrix @ (np.array(index) - other) + centre).astype(int)
             assert found.data[index] == data[tuple(old)]
         np.testing.assert_allclose(np.abs(matrix) @ found.spacing, image.spacing)
+
+
+def test_workers_share_the_tasks_and_an_earlier_file_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence import collect
+    from experiments.confidence.cases import plan
+
+    sys.path.remove(str(ROOT))
+    (tmp_path / "hippocampus" / "val").mkdir(parents=True)
+    for name in "abcd":
+        (tmp_path / "hippocampus" / "val" / f"{name}.nii.gz").touch()
+    seen = []
+
+    def work(data: Path, task: Any, models: Any, device: Any) -> dict[str, Any]:
+        seen.append(task)
+        if task.kind == "mirrored":
+            raise ValueError("a pair that fails")
+        return {"kind": task.kind}
+
+    monkeypatch.setattr(collect, "collect", work)
+    monkeypatch.setattr(collect, "load_model", lambda *_: None)
+    monkeypatch.setattr(collect, "_untrained", lambda _: None)
+    common = {"data": tmp_path, "out": tmp_path / "rows.jsonl", "seconds": math.inf, "model": "default", "workers": 1}
+    common |= {"device": "cpu", "sets": [], "kinds": []}
+    threads = torch.get_num_threads()
+    for worker in ("0/3", "1/3"):
+        collect.run(argparse.Namespace(**common, limit=20, worker=worker, resume=False))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sorted(row["number"] for row in rows) == [n for n in range(20) if n % 3 != 2]
+    collect.run(argparse.Namespace(**common, limit=30, worker="0/1", resume=True))
+    torch.set_num_threads(threads)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sorted(row["number"] for row in rows) == list(range(30))
+    assert seen[:7] == plan(tmp_path)[:20:3]
+    failed = [row for row in rows if row.get("kind") == "mirrored"]
+    assert failed
+    assert all(row["error"] == "ValueError: a pair that fails" for row in failed)
+    collect.run(argparse.Namespace(**common | {"seconds": -1.0}, limit=None, worker="0/1", resume=True))
+    assert len(seen) == 30

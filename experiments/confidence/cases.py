@@ -156,7 +156,7 @@ def _failures(
 
     def stream(kind: str, sets: Sequence[str] = same, **more: Any) -> list[Task]:
         names = [name for name in sets if name in pairs]
-        start = draw.randrange(len(names))  # so that kinds do not all begin with the same set
+        start = draw.randrange(max(len(names), 1))  # so that kinds do not all begin with the same set
         turns = itertools.zip_longest(*([(n, pair) for pair in pairs[n][:12]] for n in names[start:] + names[:start]))
         tasks = [one for one in itertools.chain.from_iterable(turns) if one is not None]
         return [Task(kind, name, split, a, b, seed=draw.randrange(10**6), **more) for name, (a, b) in tasks]
