@@ -862,6 +862,8 @@ def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
     yield HERE / "landscape/landscape.png", folder / "landscape.png"
     script("experiments/training/run.py").plot(result("training/results/training.json"), folder / "curves.png")
     yield HERE / "training/results/curves.png", folder / "curves.png"
+    script("experiments/base/curve.py").draw(folder / "training-time.png")
+    yield HERE / "base/results/training-time.png", folder / "training-time.png"
     retinas = script("experiments/retina/plot.py")
     retinas.violins(result("retina/results/runs.json"), folder)
     retinas.equivariance(result("retina/results/look.json"), folder)
