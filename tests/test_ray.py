@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where no address is left of a cluster that was killed
     with pytest.raises(WorkerError, match=r"no Ray cluster answers at 'auto' .* `ray start --head`"):
         list(run(Square(tmp_path), range(3), Workers(ray="auto")))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"no Ray cluster answers at '{address}' .* check the address"):
+        list(run(Square(tmp_path), range(3), Workers(ray=address)))
+    assert time.monotonic() - start < 10
 
 
 def test_work_is_completed_when_a_node_dies(cluster: Any, tmp_path: Path) -> None:

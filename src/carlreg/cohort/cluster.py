@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ DEATHS = 4
 preemptible nodes loses many."""
 LOST = 60.0
 """Seconds without any worker, after which the user is warned."""
+PATIENCE = 5.0
+"""Seconds for the head of a cluster to accept a connection."""
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,8 @@ class RayPool:
 
 def _connected(address: str) -> Any:
     """Ray, connected to a cluster, or to the one that this process has connected to before."""
+    if address != "local":  # otherwise a cluster that is gone, whose address is remembered, is tried for 14 minutes
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     try:
         import ray
     except ImportError as error:
@@ -124,12 +129,20 @@ def _connected(address: str) -> Any:
     if address == "local":
         options["include_dashboard"] = False
     try:
+        _knock(address)
         ray.init(address=address, **options)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: it depends on what does not answer
         start = "start one with `ray start --head`" if address == "auto" else "check the address and `ray status`"
         reason = " ".join(str(error).split())[:200]
         raise WorkerError(f"no Ray cluster answers at {address!r} ({reason}); {start}, or use --ray local") from error
     return ray
+
+
+def _knock(address: str) -> None:
+    """Raise OSError at once if nothing listens at host:port, which Ray finds out in minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
 
 
 def _reason(error: Exception) -> str:
