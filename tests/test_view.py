@@ -770,6 +770,12 @@ def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
         tab.wait("pairs.length === 3")
         tab.get("document.querySelectorAll('#pairs button')[2].click()")
         assert tab.get("document.querySelectorAll('#pairs li').length") == 2
+        listed = []
+        for _ in range(2):
+            tab.get("byId('frame').click()")
+            listed.append(str(tab.get("document.querySelector('#pairs span').textContent")))
+        assert sorted(text.split(" mm ")[1][:3] for text in listed) == ["LPS", "RAS"]
+        assert listed[0].split(" mm ")[0] != listed[1].split(" mm ")[0]
 
         tab.get("byId('save').click()")
         tab.wait("byId('saved').textContent.includes('out_points.csv')")

@@ -277,7 +277,7 @@ async function measure() {
 function listPairs() {
   byId("pairs").replaceChildren(...pairs.map((pair, n) => {
     const item = document.createElement("li"), words = document.createElement("span"), remove = document.createElement("button");
-    words.textContent = `${text(pair.fixed)} → ${text(pair.moving)}, moved by ${pair.offset.toFixed(1)} mm`;
+    words.textContent = `${text(pair.fixed)} → ${text(pair.moving)} mm${scene.dim === 3 ? ` ${frame}` : ""}, moved by ${pair.offset.toFixed(1)} mm`;
     words.onclick = () => { Object.assign(at, { fixed: pair.fixed, moving: pair.moving }); ["fixed", "warped", "moving"].forEach((side) => place(side, at[side === "moving" ? "moving" : "fixed"])); latest++; describe(); };
     remove.type = "button";
     remove.textContent = "delete";
