@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -17,6 +18,7 @@ from carlreg.files.images import Image
 from carlreg.geometry.grids import Grid, interpolate, sample_at
 from carlreg.geometry.jacobian import folding
 from carlreg.model.loaded import NoNetwork
+from carlreg.objective import fields
 from carlreg.objective.fields import _Level, _Settings
 from carlreg.objective.windows import CONTRAST, EPSILON, Picture, Windows
 from carlreg.preparation import Prepared, PreparedPair
@@ -180,3 +182,51 @@ def test_settings_depend_on_the_voxels_of_the_scans(
     pair = PreparedPair(one, one)
     assert solve._field_settings(torch.nn.Identity(), pair) == expected  # type: ignore[arg-type]
     assert solve._field_settings(NoNetwork(), pair) == solve.FAR
+
+
+# ---- the early end --------------------------------------------------------------------------------------------------
+
+
+def small_level(rate: float) -> _Level:
+    spacing = (1.0, 1.0)
+    images = (Picture(texture((40, 36), shift, spacing), None, spacing) for shift in (0.0, 3.0))
+    return _Level(*images, 1.0, dataclasses.replace(SETTINGS, learning_rate=rate))
+
+
+def descended(level: _Level, steps: int) -> tuple[list[Tensor], list[dict[str, float]], int]:
+    return level.descend([torch.zeros_like(side.grid) for side in level.sides], steps)
+
+
+def test_a_level_ends_when_its_loss_stands_still() -> None:
+    """Without any change of the fields, it does so from the start: one check is enough."""
+    assert len(descended(small_level(0.0), 60)[1]) == fields.CHECK + 1
+    assert len(descended(small_level(0.0), fields.CHECK - 1)[1]) == fields.CHECK
+
+
+def test_a_level_goes_on_while_its_loss_falls_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = descended(small_level(0.1), 400)
+    totals = [loss["total"] for loss in early[1]]
+    taken = len(totals)
+    assert taken % fields.CHECK == 1
+    assert 2 * fields.CHECK < taken < 400
+    lowest = [min(totals[: n + 1]) for n in range(0, taken, fields.CHECK)]
+    falls = [(before - after) / before for before, after in itertools.pairwise(lowest)]
+    assert min(falls[:-1]) > fields.STILL >= falls[-1]
+    monkeypatch.setattr(fields, "STILL", -1.0)
+    full = descended(small_level(0.1), 400)
+    assert len(full[1]) == 401
+    assert full[1][:taken] == early[1]  # the same steps, but for those that are left out
+    assert totals[early[2]] == min(totals)
+
+
+def test_levels_that_end_early_are_no_failure() -> None:
+    spacing = (1.0, 1.0)
+    fixed, moving = (texture((40, 36), shift, spacing) for shift in (0.0, 3.0))
+    seen: list[int] = []
+    options: dict[str, Any] = {"steps": 500, "coarse_steps": 400, "levels": 2, "learning_rate": 0.1}
+    options["callback"] = lambda number, _: seen.append(number)
+    result = optimize_fields(Identity(), Identity(), moving, fixed, **options)
+    assert result.stopped is None
+    assert len(result.losses) < 501
+    assert all(math.isfinite(loss["total"]) for loss in result.losses)
+    assert seen == [*range(len(seen) - len(result.losses)), *range(400, 400 + len(result.losses))]

@@ -180,7 +180,7 @@ def test_fields_improve_on_the_answer_they_start_from(levels: int) -> None:
     assert folding(result.transform, fixed) == 0
     assert inverse_consistency(result.transform, result.inverse, moving).mean() < 1  # voxel
     totals = [loss["total"] for loss in result.losses]
-    assert len(totals) == 25
+    assert 20 < len(totals) <= 25  # fewer if the loss stands still
     assert result.best == totals.index(min(totals))
 
 

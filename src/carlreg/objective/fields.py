@@ -54,6 +54,8 @@ GAIN = 0.02
 """A start stays as it is if the loss does not fall by this fraction."""
 REPAIRS, LEAST_VOLUME = 20, 0.01
 """Where a voxel keeps less than this fraction of its volume, the result is smoothed, at most so many times."""
+CHECK, STILL = 10, 0.002
+"""A level ends early if the lowest loss has fallen by no more than this fraction in so many steps."""
 MARGIN = 0.1
 """Determinants below this count as folds in the loss."""
 
@@ -125,7 +127,7 @@ def optimize_fields(
     There are `steps` on the finest of the `levels`, the images' own grid, preceded by `coarse_steps`, by default three
     times as many, on each of the coarser ones, where they cost little. Their unit doubles with each level; only axes
     with smaller voxels than that are made coarser. In the course of each level the learning rate falls by the fraction
-    `decay`.
+    `decay`. A level ends early if its loss falls by no more than 0.2 % in ten steps.
 
     Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
     or if the images already match perfectly or cannot be compared, the given transforms are returned; with a guide,
@@ -388,7 +390,7 @@ class _Descent:
     once, and repeated for other pairs of the same shapes."""
 
     def __init__(self, level: _Level, steps: int) -> None:
-        self.level, self.steps = level, steps
+        self.level, self.steps, self.taken = level, steps, 0
         size, image = len(level.fixed.image), level.fixed.image
         shapes = [(size, len(one.shape), *one.control) for one in level.both]
         self.start, self.changes, self.mean, self.square, self.best = (
@@ -413,10 +415,17 @@ class _Descent:
             tensor.zero_()
         self.lowest.fill_(math.inf)
         self.history.fill_(math.nan)
+        before = math.inf
         for number in range(self.steps + 1):
             step()
+            self.taken = number + 1
             if callback is not None:
                 callback(first + number, Loss(*self.history[number].clone()))  # others overwrite the history
+            if number % CHECK == 0:
+                lowest = float(self.lowest)
+                if number and before - lowest <= STILL * abs(before):
+                    break
+                before = lowest
 
     def run(self) -> None:
         """Take a step."""
@@ -437,7 +446,7 @@ class _Descent:
     def found(self) -> tuple[list[Tensor], list[dict[str, float]], int]:
         """The fields with the lowest loss, all losses, and which was the lowest."""
         names = ("total", "similarity", "regularity")
-        losses = [dict(zip(names, row, strict=True)) for row in self.history.tolist()]
+        losses = [dict(zip(names, row, strict=True)) for row in self.history[: self.taken].tolist()]
         totals = [row["total"] if math.isfinite(row["total"]) else math.inf for row in losses]
         return [field.clone() for field in self.best], losses, totals.index(min(totals))
 
