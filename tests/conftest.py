@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from carlreg.files.tables import COLUMNS, Pair
 from carlreg.model.unet import UNet
 
 Model = TypeVar("Model", bound=nn.Module)
+Run = Callable[..., tuple[int, str]]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
 """U-Nets as deep as the paper's, so with the same strides and reach, but narrow."""
@@ -41,6 +42,18 @@ def tab() -> Iterator[Page]:
     """One browser for all tests that can share it. `open` forgets the requests and complaints of the page before."""
     with chromium(*WEBGL) as page:
         yield page
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command: its exit code, and what it printed to stderr."""
+    from carlreg.cli import main
+
+    def call(*words: object) -> tuple[int, str]:
+        capsys.readouterr()
+        return main([str(word) for word in words]), capsys.readouterr().err
+
+    return call
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from conftest import SMALL
 
+from carlreg import gradicon, save
 from carlreg.files import images
 from carlreg.files.images import Image
 
@@ -22,6 +25,12 @@ def ellipsoid(radii: Sequence[float], centre: Sequence[float] = (0, 0, 0), side:
     data = np.clip(4 * (1 - radius), 0, 1) * texture
     labels = (radius < 0.9).astype(np.uint8) + (radius < 0.5)
     return Image((1000 * data).astype(np.int16), AFFINE), Image(labels, AFFINE)
+
+
+def write_model(path: Path) -> None:
+    """A model that does nothing."""
+    torch.manual_seed(0)
+    save(gradicon(3, 2, **SMALL), path, metadata={"grid": "16 16 16"})
 
 
 def write_scans(folder: Path, radii: Sequence[Sequence[float]]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, Run
 from PIL import Image as Picture
 
 from carlreg import gradicon, register, save
-from carlreg.cli import main
 from carlreg.files import images
 from carlreg.files.images import Choice, Image, ImageError, from_array
 from carlreg.files.results import ResultFolder
@@ -23,7 +21,6 @@ from carlreg.show.viewer.scene import load_scene
 
 SHIFT = (5, -3)
 """Columns and rows by which the moving picture is shifted."""
-Run = Callable[..., tuple[int, str]]
 
 
 def discs(shift: tuple[int, int] = (0, 0)) -> np.ndarray:
@@ -44,15 +41,6 @@ def data(tmp_path: Path) -> Path:
     for ending in ("png", "jpg", "tif"):
         Picture.fromarray(discs(SHIFT)).save(tmp_path / f"moving.{ending}", quality=95)
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        return main([str(word) for word in words]), capsys.readouterr().err
-
-    return call
 
 
 def pair(data: Path, fixed: str, moving: str, *more: object, dim: int = 2) -> list[object]:

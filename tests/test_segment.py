@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import Run
 from safetensors.numpy import load_file, save_file
-from shapes_with_labels import AFFINE, ellipsoid, write_scans
+from shapes_with_labels import AFFINE, ellipsoid, write_model, write_scans
 
 import carlreg
-from carlreg import gradicon, save
 from carlreg.atlases import segment as segmenting
 from carlreg.atlases import work
 from carlreg.atlases.inputs import Atlas
 from carlreg.atlases.options import SegmentOptions
 from carlreg.atlases.pack import PackError, read_pack, write_pack
-from carlreg.cli import main
 from carlreg.cli._shared import Stopped
 from carlreg.errors import InputError
 from carlreg.files import images
@@ -31,18 +29,7 @@ from carlreg.files.images import Image
 from carlreg.files.results import ResultFolder
 from carlreg.objective.metrics import dice
 
-Run = Callable[..., tuple[int, str]]
 RADII = [(7, 8, 8), (8, 7, 8), (8, 8, 7)]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, capsys.readouterr().err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images.write(scan, folder / "scan.nii.gz")
     images.write(labels, folder / "truth.nii.gz")
     (folder / "names.csv").write_text("label,name\n1,shell\n2,core\n")
-    torch.manual_seed(0)
-    save(gradicon(3, 2, **SMALL), folder / "model.safetensors", metadata={"grid": "16 16 16"})
+    write_model(folder / "model.safetensors")
     return folder
 
 

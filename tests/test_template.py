@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from browser import chromium, needs_browser
-from conftest import SMALL
-from shapes_with_labels import AFFINE, ellipsoid, write_scans
+from conftest import SMALL, Run
+from shapes_with_labels import AFFINE, ellipsoid, write_model, write_scans
 
 import carlreg
 from carlreg import gradicon, save
@@ -23,7 +22,6 @@ from carlreg.atlases.average import centring, common_grid, make_subject, mean_ma
 from carlreg.atlases.page import page
 from carlreg.atlases.template import Iteration
 from carlreg.atlases.work import RegisterEach, Task
-from carlreg.cli import main
 from carlreg.cli._shared import Stopped
 from carlreg.errors import ExistsError
 from carlreg.files import images, transform_files, world_transform
@@ -34,17 +32,6 @@ from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.show.viewer.scene import load_scene
 
 CPU = torch.device("cpu")
-Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, capsys.readouterr().err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three scans with labels, and a model that does nothing."""
     folder = tmp_path_factory.mktemp("template")
     write_scans(folder / "scans", [(7, 8, 8), (8, 7, 8), (8, 8, 6)])
-    torch.manual_seed(0)
-    save(gradicon(3, 2, **SMALL), folder / "model.safetensors", metadata={"grid": "16 16 16"})
+    write_model(folder / "model.safetensors")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +13,19 @@ from carlreg.cli._options import command
 from carlreg.cli._shared import Overwrite, check_new, message, working
 from carlreg.cli._threads import Threads
 
-Model = Annotated[str, "A model from `carl models list`, or a model file; auto or none, as for `carl register`."]
-Workers = Annotated[int, typer.Option(help="Processes that register at the same time.", min=1)]
 SkipBad = Annotated[bool, "Leave out files that cannot be used, instead of listing them and stopping.", "--skip-bad"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """How all scans of a command are registered and written."""
+
+    model: Annotated[str, "A model from `carl models list`, or a model file; auto or none, as for `carl register`."] = (
+        "default"
+    )
+    workers: Annotated[int, typer.Option(help="Processes that register at the same time.", min=1)] = 1
+    skip_bad: SkipBad = False
+    overwrite: Overwrite = False
 
 
 @command(usage=True)
@@ -27,11 +38,8 @@ def template(
     initial: Annotated[
         Path | None, "An image to start from. By default the average of the scans, centred on each other."
     ] = None,
-    model: Model = "default",
     options: TemplateOptions,
-    workers: Workers = 1,
-    skip_bad: SkipBad = False,
-    overwrite: Overwrite = False,
+    running: Running,
     threads: Threads = None,
 ) -> None:
     """Build the average shape and image of a group of scans.
@@ -47,13 +55,10 @@ def template(
         result = build.template(
             scans,
             out=out,
-            model=model,
             initial=initial,
-            workers=workers,
-            skip_bad=skip_bad,
-            overwrite=overwrite,
             progress=lambda text: show(description=text),
             **vars(options),
+            **vars(running),
         )
     last = result.iterations[-1]
     moved = f"moved by {last.moved_mm:.2f} mm in the last iteration"
@@ -80,11 +85,8 @@ def segment(
     keep_registrations: Annotated[
         bool, "Keep the registration of every atlas, in OUT/registrations.", "--keep-registrations"
     ] = False,
-    model: Model = "default",
     options: SegmentOptions,
-    workers: Workers = 1,
-    skip_bad: SkipBad = False,
-    overwrite: Overwrite = False,
+    running: Running,
     threads: Threads = None,
 ) -> None:
     """Find the structures of a scan from scans that have labels.
@@ -100,15 +102,12 @@ def segment(
             scan,
             atlases,
             out=out,
-            model=model,
-            workers=workers,
             label_names=label_names,
             probabilities=probabilities,
             keep_registrations=keep_registrations,
-            skip_bad=skip_bad,
-            overwrite=overwrite,
             progress=lambda text: show(description=text),
             **vars(options),
+            **vars(running),
         )
     used, left = len(result.record["atlases"]), len(result.record["not_used"])
     found = sum(one.voxels > 0 for one in result.volumes)
