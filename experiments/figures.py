@@ -174,14 +174,6 @@ def confidence_headers() -> Iterator[Sequence[str]]:
         yield name.replace("_", " "), *(str(counts[column]) for column in columns)
 
 
-@table
-def confidence_ladder() -> Iterator[Sequence[str]]:
-    yield "kind of pair", "pairs", "climbed", "failed before", "failed after", "mended and good", "worse", "median time"
-    for kind, counts in result("confidence/ladder.json")["summary"].items():
-        columns = ("pairs", "climbed", "failed_before", "failed_after", "mended_and_good", "worse")
-        yield kind, *(str(counts[column]) for column in columns), f"× {counts['median_time']:.2f}"
-
-
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
