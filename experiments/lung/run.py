@@ -210,7 +210,7 @@ def draw(scans: Path, folder: Path) -> None:
     voxels = np.insert(index.astype(float), 1, height, axis=-1)
     points = voxels @ fixed.affine[:3, :3].T + fixed.affine[:3, 3]
     moved = np.asarray(transform(points.reshape(-1, 3))).reshape(points.shape)
-    figure, axes = plt.subplots(1, 4, figsize=(11, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(11, 2.0), layout="constrained")
     shown = {"exhale, moving": moving, "exhale, registered": warped, "inhale, fixed": fixed}
     for axis, (title, image) in zip(axes[[0, 1, 3]], shown.items(), strict=True):
         data = image.data[:, min(height, image.shape[1] - 1)].T
