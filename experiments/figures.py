@@ -827,6 +827,20 @@ def cohort_arithmetic() -> Iterator[Sequence[str]]:
         yield "disk space", f"100 000 × {written} MB", f"{pairs * written / 1e6:.2f} TB"
 
 
+@table
+def lungs() -> Iterator[Sequence[str]]:
+    yield "", "mean error, mm", "standard deviation", "median", "largest", "folds, %", "s"
+    names = {"unregistered": "unregistered", "carl": "CARL", "carl_masked": "CARL, lungs alone"}
+    names |= {"elastix": "elastix", "ants": "ANTs"}
+    rows = result("lung/results/popi.json")["rows"]
+    for method, name in names.items():
+        for row in (row for row in rows if row["method"] == method):
+            errors = [f"{row[key]:.2f}" for key in ("mean_mm", "std_mm", "median_mm", "most_mm")]
+            folds = f"{row['folds_percent']:.4f}" if "folds_percent" in row else ""
+            seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
+            yield ", ".join(filter(None, (name, row["stage"]))), *errors, folds, seconds
+
+
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 
