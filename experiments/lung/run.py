@@ -222,6 +222,7 @@ def draw(scans: Path, folder: Path) -> None:
     axes[2].set_title("where a grid of inhale goes", fontsize=9)
     for axis in axes:
         axis.axis("off")
+    RESULTS.mkdir(exist_ok=True)
     PICTURE.write_bytes(png(figure, 110))
 
 
