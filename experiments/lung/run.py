@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def carl_masked(scans: Path, work: Path) -> list[dict[str, Any]]:
 
 def lung_mask(hu: Points) -> Points:
     """Air inside of the body, holes of up to about 2 cm filled."""
-    import SimpleITK as sitk  # noqa: N813
+    sitk: Any = import_module("SimpleITK")
 
     dark = sitk.GetImageFromArray((hu < BODY).astype(np.uint8))
     parts = sitk.GetArrayFromImage(sitk.ConnectedComponent(dark))
@@ -141,8 +142,8 @@ def points_of(scans: Path, folder: Path) -> Points:
 
 
 def ants(scans: Path, work: Path) -> list[dict[str, Any]]:
-    import ants as program
-    import pandas
+    program: Any = import_module("ants")
+    pandas: Any = import_module("pandas")
 
     fixed, moving = (program.image_read(str(scans / f"{which}.nii.gz")) for which in ("inhale", "exhale"))
     begin = time.perf_counter()
@@ -156,7 +157,7 @@ def ants(scans: Path, work: Path) -> list[dict[str, Any]]:
 
 
 def elastix(scans: Path, work: Path) -> list[dict[str, Any]]:
-    import itk
+    itk: Any = import_module("itk")
 
     fixed, moving = (itk.imread(str(scans / f"{which}.nii.gz"), itk.F) for which in ("inhale", "exhale"))
     parameters = itk.ParameterObject.New()
