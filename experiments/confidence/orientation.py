@@ -81,14 +81,22 @@ def chosen(data: Path, split: str, name: str) -> list[tuple[cases.Scan, cases.Sc
     return random.Random(cases.SEED).sample(pairs, len(pairs))
 
 
-def rows(data: Path, split: str, sets: Sequence[str], count: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row for each search: `count` altered pairs of each set, and four times as many as they are. Sets take turns,
-    so that every beginning is balanced."""
+def rows(
+    data: Path, split: str, sets: Sequence[str], counts: tuple[int, int], done: set[Any], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """One row for each search that is not done: so many altered pairs of each set, and so many as they are. Sets take
+    turns, so that every beginning is balanced."""
     model = load_model("default", device)
     pairs = {name: chosen(data, split, name) for name in sets}
-    for index, name in itertools.product(range(4 * count), sets):
+    for index, name in itertools.product(range(max(counts)), sets):
+        changes = alterations(name) if index < counts[0] else {}
         for pair in pairs[name][index : index + 1]:
-            yield from _of_pair(data, name, pair, index, alterations(name) if index < count else {}, model, device)
+            yield from _of_pair(data, name, pair, index, changes, done, model, device)
+
+
+def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is about."""
+    return row["set"], *row["pair"], row["altered"], row["alike"]
 
 
 def _of_pair(
@@ -97,6 +105,7 @@ def _of_pair(
     pair: tuple[cases.Scan, cases.Scan],
     index: int,
     changes: Mapping[str, Matrix],
+    done: set[Any],
     model: LoadedModel,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
@@ -104,15 +113,16 @@ def _of_pair(
     both = [scan(data, one.stem) for one in pair]
     for what, matrix in {"nothing": np.eye(3, dtype=np.int64), **changes}.items():
         for alike in (False, True) if index == 0 and what == "mirrored front to back" else (False,):
+            names = [Path(one.stem).name for one in pair]
+            about = {"set": name, "pair": names, "altered": what, "alike": alike}
+            if key(about) in done:
+                continue
             began = time.perf_counter()
             fixed = altered(both[0], matrix) if alike else both[0]
             found = look(fixed, altered(both[1], matrix), model, device)
             truth = torch.from_numpy(matrix.T.copy()).to(found.matrix)
             yield {
-                "set": name,
-                "pair": [Path(one.stem).name for one in pair],
-                "altered": what,
-                "alike": alike,
+                **about,
                 "wrong": found.is_wrong,
                 "named": found.describe() if found.is_wrong else "",
                 "right": bool(torch.equal(found.matrix, truth)) and found.is_wrong,
@@ -149,7 +159,10 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     made = {"commit": commit(), "machine": f"{machine()}, {device.type}", "seed": cases.SEED, "split": arguments.split}
     began, found = time.monotonic(), []
-    for row in rows(arguments.data, arguments.split, arguments.sets, arguments.pairs, device):
+    if arguments.resume and arguments.out.is_file():
+        found = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
+    counts, done = (arguments.pairs, arguments.unaltered), {key(row) for row in found}
+    for row in rows(arguments.data, arguments.split, arguments.sets, counts, done, device):
         found.append(row)
         report = {"made": made, "summary": summary(found), "rows": found}
         write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())

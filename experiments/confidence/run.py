@@ -46,6 +46,8 @@ def main() -> None:
         "--sets", nargs="+", default=["brain", "abdomen", "abdomen_mr", "cardiac", "hippocampus", "lung"]
     )
     headers.add_argument("--pairs", type=int, default=3, help="altered pairs of each set")
+    headers.add_argument("--unaltered", type=int, default=24, help="unaltered pairs of each set")
+    headers.add_argument("--resume", action="store_true", help="skip what the file has")
     headers.add_argument("--seconds", type=float, default=float("inf"))
     headers.add_argument("--device", default="auto")
     climbing = commands.add_parser("ladder", help="measure what the ladder gains, once the model is calibrated")
