@@ -157,10 +157,16 @@ def run(arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    made = {"commit": commit(), "machine": f"{machine()}, {device.type}", "seed": cases.SEED, "split": arguments.split}
+    made: dict[str, Any] = {
+        "commit": commit(),
+        "machine": f"{machine()}, {device.type}",
+        "seed": cases.SEED,
+        "split": arguments.split,
+    }
     began, found = time.monotonic(), []
     if arguments.resume and arguments.out.is_file():
-        found = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
+        earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
+        found, made["resumed"] = earlier["rows"], earlier["made"]
     counts, done = (arguments.pairs, arguments.unaltered), {key(row) for row in found}
     for row in rows(arguments.data, arguments.split, arguments.sets, counts, done, device):
         found.append(row)
