@@ -29,9 +29,13 @@ from carlreg.objective.fields import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS
 from carlreg.objective.losses import SIMILARITIES, gaussian_blur
 from carlreg.preparation import choose_grid, prepare_pair
-from carlreg.registration.options import RegisterOptions, SimilarityName
+from carlreg.registration.attempt import attempt
+from carlreg.registration.case import Case
+from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
+from carlreg.registration.progress import Progress
 
 sitk = pytest.importorskip("SimpleITK")
+CPU = torch.device("cpu")
 
 
 def oblique(spacing: tuple[float, ...], origin: tuple[float, ...]) -> np.ndarray:
@@ -136,6 +140,31 @@ def test_a_model_file_may_have_a_grid_for_thin_and_one_for_fine_scans(tmp_path: 
     save(model.once, path, metadata=facts | {"thin_grid": "28 8"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="states the thin_grid '28 8'; expected as many sides as its grid has"):
         load_model(path)
+
+
+def test_on_a_cpu_fields_start_from_the_usual_grid(tmp_path: Path) -> None:
+    """The fine grid is for the network alone, for rigid and affine maps, and for the weights; and for a GPU."""
+    torch.manual_seed(0)
+    facts = {"grid": "16 16 16", "fine_grid": "24 24 24", "passes": "2"}
+    save(xi(3, width=8).eval(), path := tmp_path / "grids.safetensors", metadata=facts)
+    model, passes = load_model(path, "cpu"), list[bool]()
+    options: dict[str, Any] = {"model": model, "device": "cpu", "confidence": "off", "io_sim": "lncc"}
+    fine, coarse = (blobs((side,) * 3, np.diag([1.0, 1.0, 1.0, 1.0])) for side in (30, 20))
+
+    def grid(image: Image, **more: Any) -> list[int] | None:
+        shifted = dataclasses.replace(image, data=np.roll(image.data, 1, axis=0))
+        return register(fixed=image, moving=shifted, **options | more).record.grid
+
+    assert grid(fine, io_iterations=1) == [16, 16, 16]
+    assert grid(fine, io_iterations=0) == [24, 24, 24]
+    assert grid(fine, io_iterations=1, optimize="weights") == [24, 24, 24]
+    assert grid(fine, transform="affine") == [24, 24, 24]
+    for image in (fine, coarse):
+        case = Case.read(PairInputs(fixed=image, moving=image))
+        made = attempt("", model, case, RegisterOptions(io_iterations=1, confidence="off"), Progress(), device=CPU)
+        passes.append(isinstance(made.model.network, TwoStep))
+        assert made.pair.fixed.tensor.shape[2:] == (16, 16, 16)
+    assert passes == [False, True]  # scans without so many voxels keep both passes
 
 
 @pytest.mark.parametrize("over", ["fields", "weights"])

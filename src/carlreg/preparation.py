@@ -306,6 +306,8 @@ class PreparedPair:
     fixed: Prepared
     moving: Prepared
     warnings: tuple[str, ...] = ()
+    fine: bool = False
+    """Whether the scans have enough voxels for the model's fine grid."""
 
     def __iter__(self) -> Iterator[Prepared]:
         return iter((self.fixed, self.moving))
@@ -320,6 +322,7 @@ def prepare_pair(
     fixed_mask: Image | None = None,
     moving_mask: Image | None = None,
     aligned: bool = False,
+    quick: bool = False,
 ) -> PreparedPair:
     """Reorient both images closest to RAS, scale their intensities, and resample them to the grid of the model.
 
@@ -328,7 +331,8 @@ def prepare_pair(
     grid. CT of two chests is seen from −1000 HU, whatever the model's window, so that lungs have a structure. If the
     foreground of either image covers less than two thirds of an axis, both are first cropped to their
     foreground along it, unless the model keeps margins; `aligned` images, of which one was resampled to the grid of the
-    other, are cropped alike, so that the identity between them stays the identity.
+    other, are cropped alike, so that the identity between them stays the identity. `quick` keeps to the model's usual
+    grid where it has a fine one.
     """
     if model.prepare is not None:
         prepare = model.prepare
@@ -337,10 +341,12 @@ def prepare_pair(
     if all(ct) and model.ct_range[0] > CT_RANGE[0] and shows_lungs(fixed) and shows_lungs(moving):
         model = replace(model, ct_range=(CT_RANGE[0], model.ct_range[1]))  # where the model's window is black
     scans = [_Scan.of(fixed, fixed_mask, model, ct[0]), _Scan.of(moving, moving_mask, model, ct[1])]
-    model = replace(model, grid=choose_grid(model, [scan.image.shape for scan in scans]))
+    shapes = [scan.image.shape for scan in scans]
+    fine = is_fine(model, shapes)
+    model = replace(model, grid=model.grid if fine and quick else choose_grid(model, shapes))
     frames, note = _frames(scans, model, aligned)
     f, m = (scan.prepared(frame, model.grid, note, device) for scan, frame in zip(scans, frames, strict=True))
-    return PreparedPair(f, m, warnings)
+    return PreparedPair(f, m, warnings, fine)
 
 
 def choose_grid(model: LoadedModel, shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
@@ -348,17 +354,21 @@ def choose_grid(model: LoadedModel, shapes: Sequence[Sequence[int]]) -> tuple[in
     the same axis, the fine one if both have about as many voxels along every axis, and otherwise the usual one."""
     if model.voxel is not None:
         return model.grid
-    least, most = ([pick(sides) for sides in zip(*shapes, strict=True)] for pick in (min, max))
+    most = [max(sides) for sides in zip(*shapes, strict=True)]
     thin = [axis for axis, side in enumerate(most) if side <= THIN]
     if model.thin_grid is not None and len(thin) == 1:
         across, *within = sorted(model.thin_grid)
         within.insert(thin[0], across)
         return tuple(within)
-    if model.fine_grid is not None and all(
-        side >= RESOLVED * fine for side, fine in zip(least, model.fine_grid, strict=True)
-    ):
-        return model.fine_grid
-    return model.grid
+    return model.fine_grid if is_fine(model, shapes) else model.grid
+
+
+def is_fine(model: LoadedModel, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether two scans of these shapes have about as many voxels along every axis as the fine grid of a model."""
+    if model.fine_grid is None or model.voxel is not None:
+        return False
+    least = [min(sides) for sides in zip(*shapes, strict=True)]
+    return all(side >= RESOLVED * fine for side, fine in zip(least, model.fine_grid, strict=True))
 
 
 def _custom(prepare: Prepare, image: Image, mask: Image | None, device: torch.device) -> Prepared:

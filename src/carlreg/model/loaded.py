@@ -63,7 +63,11 @@ class LoadedModel:
     def on_grid(self, grid: Sequence[int]) -> "LoadedModel":
         """The model for images on one of its grids: on the fine one, which costs more and needs it less, the network is
         applied once."""
-        return self if self.once is None or tuple(grid) != self.fine_grid else replace(self, network=self.once)
+        return self.quickly() if tuple(grid) == self.fine_grid else self
+
+    def quickly(self) -> "LoadedModel":
+        """The model without further passes."""
+        return self if self.once is None else replace(self, network=self.once)
 
 
 class NoNetwork(RegistrationAlgorithm):

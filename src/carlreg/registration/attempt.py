@@ -91,9 +91,14 @@ def attempt(
     device: torch.device,
     rotation: RigidMatch | None = None,
 ) -> Attempt:
-    """Register a case, and judge the result unless that is not wanted."""
-    pair = case.prepare(model, device)
-    model = model.on_grid(pair.fixed.tensor.shape[2:])
+    """Register a case, and judge the result unless that is not wanted.
+
+    On a CPU, the network sees finely resolved scans on its usual grid, once, if the fields are optimised on their own
+    voxels afterwards: its fine grid takes much longer there, and the optimisation makes up for most of it.
+    """
+    quick = device.type == "cpu" and options.optimizes_fields
+    pair = case.prepare(model, device, quick=quick)
+    model = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
     work.warn(*case.warnings(), *pair.warnings)
     solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair), case.rigidity_on(pair))
     made = Attempt(way, model, case, pair, solution, rotation)

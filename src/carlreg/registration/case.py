@@ -95,8 +95,11 @@ class Case:
         first, second = (set(np.unique(one.data).tolist()) - {0} for one in (self.fixed_seg, self.moving_seg))
         return sorted(int(label) for label in (first & second if both else first ^ second))
 
-    def prepare(self, model: LoadedModel, device: torch.device, *, masks: bool = True) -> PreparedPair:
-        """Both images as a model takes them, the moving one resampled by the initial transform if there is one."""
+    def prepare(
+        self, model: LoadedModel, device: torch.device, *, masks: bool = True, quick: bool = False
+    ) -> PreparedPair:
+        """Both images as a model takes them, the moving one resampled by the initial transform if there is one; if
+        `quick`, never on the model's fine grid."""
         moving, mask = self.moving, self.moving_mask
         if self.initial is not None:
             moving = world_transform.apply(self.initial, moving, self.fixed, outside=float(moving.data.min()))
@@ -107,7 +110,7 @@ class Case:
                 )
             mask = None if mask is None else world_transform.apply(self.initial, mask, self.fixed, "nearest")
         inside = {"fixed_mask": self.fixed_mask, "moving_mask": mask} if masks else {}
-        return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None)
+        return prepare_pair(self.fixed, moving, model, device, **inside, aligned=self.initial is not None, quick=quick)
 
     def rigidity_on(self, pair: PreparedPair) -> Rigidity | None:
         """The regions that do not bend, over the images as they were prepared."""

@@ -191,6 +191,11 @@ class RegisterOptions:
                 raise InputError(f"{given} was given with {name}={value!r}; expected {' or '.join(map(repr, values))}")
 
     @property
+    def optimizes_fields(self) -> bool:
+        """Whether the fields are optimised after the network, by default or as chosen."""
+        return self.transform == "deformable" and self.optimize != "weights" and self.io_iterations != 0
+
+    @property
     def similarity_name(self) -> str:
         """`io_sim` by its name, or that of the function."""
         return self.io_sim if isinstance(self.io_sim, str) else getattr(self.io_sim, "__name__", "a function")
