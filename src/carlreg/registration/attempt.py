@@ -154,7 +154,7 @@ def look_at_headers(pair: PreparedPair) -> Orientation:
 
 
 def _as_given(case: Case) -> PreparedPair:
-    """Both scans as no network needs them, for their headers."""
+    """Both scans as they are prepared without a network, to look into their headers."""
     return case.prepare(load_model(NONE, "cpu"), torch.device("cpu"), masks=False)
 
 
