@@ -39,7 +39,13 @@ FLAGS = (
 WEBGL = ("--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader")
 NO_WEBGL = ("--disable-3d-apis",)
 EXECUTABLE = None if os.name == "nt" else next((path for name in NAMES if (path := shutil.which(name))), None)
+LEAVING = ("Inspected target navigated or closed", "Execution context was destroyed", "Cannot find context")
+"""What Chromium answers if a page is left while it evaluates an expression."""
 needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium")
+
+
+class BrowserError(RuntimeError):
+    """What Chromium answered instead of doing as it was told."""
 
 
 class Page:
@@ -69,7 +75,7 @@ class Page:
         while (answer := self._next(end)).get("id") != self._number:
             self._note(answer)
         if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']['message']}")
+            raise BrowserError(f"{method}: {answer['error']['message']}")
         return answer["result"]
 
     def _next(self, end: float) -> dict[str, Any]:
@@ -115,9 +121,16 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> None:
-        """Wait until an expression is true; while a page loads, it may raise."""
+        """Wait until an expression is true. While a page loads, it may raise, and the page may be left for another."""
         end = time.monotonic() + seconds
-        while not self.get(f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"):
+        expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        while True:
+            try:
+                if self.get(expression):
+                    return
+            except BrowserError as error:
+                if not any(words in str(error) for words in LEAVING):
+                    raise
             if time.monotonic() > end:
                 raise TimeoutError(f"never true: {condition}; the page complains of {self.complaints}")
             time.sleep(0.05)
