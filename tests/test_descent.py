@@ -39,12 +39,12 @@ def pictures(name: str) -> Pair:
     return Picture(fixed, None, spacing), Picture(moving, (moving > 0.1).float(), more)
 
 
-def level(pair: Pair, dtype: torch.dtype, device: str, similarity: str = "lncc") -> _Level:
+def level(pair: Pair, dtype: torch.dtype, device: str, similarity: str = "lncc", finest: bool = True) -> _Level:
     f, m = (
         Picture(one.image.to(device, dtype), None if one.mask is None else one.mask.to(device, dtype), one.spacing)
         for one in pair
     )
-    return _Level(f, m, 1.0, _Settings(similarity, 1.5, 0.75, 20.0, 1.0, 2.0, 0))
+    return _Level(f, m, 1.0, _Settings(similarity, 1.5, 0.75, 20.0, 1.0, 2.0, 0), finest)
 
 
 def shaken(one: _Level) -> list[Tensor]:
@@ -59,13 +59,18 @@ def assert_close(found: Sequence[Tensor], right: Sequence[Tensor]) -> None:
         assert (one.cpu() - other.cpu()).abs().max() <= 2e-4 * other.abs().max()
 
 
-@pytest.mark.parametrize(("name", "similarity", "phase"), [("cubes", "lncc", 1), ("slices", "lncc2", 0)])
-def test_losses_and_gradients(name: str, similarity: str, phase: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "similarity", "phase", "finest"),
+    [("cubes", "lncc", 1, True), ("slices", "lncc2", 0, True), ("slices", "lncc", 1, False)],
+)
+def test_losses_and_gradients(
+    name: str, similarity: str, phase: int, finest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = pictures(name)
-    plain = level(pair, torch.float64, "cpu", similarity)
+    plain = level(pair, torch.float64, "cpu", similarity, finest)
     expected, gradients = plain._gradients(shaken(plain), torch.tensor(phase))
     monkeypatch.setattr(fast, "descends_on", lambda image: image.dtype == torch.float32)
-    ours = level(pair, torch.float32, DEVICE, similarity)
+    ours = level(pair, torch.float32, DEVICE, similarity, finest)
     assert ours._fused
     assert ours.sides[0].measures[0].fused  # type: ignore[attr-defined]
     found, by_positions = ours._gradients(shaken(ours), torch.tensor(phase, device=DEVICE))

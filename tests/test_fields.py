@@ -15,7 +15,7 @@ from torch import Tensor
 from carlreg import DisplacementField, Identity, optimize_fields, warp
 from carlreg.fast import exact
 from carlreg.files.images import Image
-from carlreg.geometry.grids import Grid, interpolate, sample_at
+from carlreg.geometry.grids import Grid, interpolate, sample_with_slopes
 from carlreg.geometry.jacobian import folding
 from carlreg.model.loaded import NoNetwork
 from carlreg.objective import fields
@@ -38,19 +38,22 @@ def texture(shape: tuple[int, ...], shift: float, spacing: tuple[float, ...]) ->
     return (0.5 + values / 40)[None, None]
 
 
-@pytest.mark.parametrize("squared", [False, True])
-def test_windows_are_gaussian_around_every_second_voxel(squared: bool) -> None:
+@pytest.mark.parametrize(("squared", "chessboard"), [(False, False), (True, False), (False, True)])
+def test_windows_are_gaussian_around_every_second_voxel(squared: bool, chessboard: bool) -> None:
     """Against sums over each window, written out."""
     torch.manual_seed(0)
     source, target = torch.rand(2, 1, 1, 16, 32, dtype=torch.float64)
-    windows = Windows(source, Picture(target, None, (1.0, 1.0)), 1.5, squared)
+    windows = Windows(source, Picture(target, None, (1.0, 1.0)), 1.5, squared, chessboard=chessboard)
     grid = _Level(windows.target, windows.target, 1.0, SETTINGS).sides[0].grid.double()
     sigma = math.sqrt(1.5**2 - 0.25) / 2
     apart, a, b = [], source[0, 0].numpy(), target[0, 0].numpy()
     for centre in itertools.product(range(8), range(16)):
         offsets = [np.arange(n) // 2 - c for n, c in zip((16, 32), centre, strict=True)]
         taps = [np.exp(-0.5 * (o / sigma) ** 2) * (np.abs(o) <= 3 * sigma) for o in offsets]
-        weight = np.outer(*taps) / np.outer(*taps).sum()
+        weight = np.outer(*taps)
+        if chessboard:
+            weight *= np.add.outer(np.arange(16), np.arange(32)) % 2 == 0
+        weight /= weight.sum()
         da, db = a - (weight * a).sum(), b - (weight * b).sum()
         va, vb = (weight * da**2).sum() + EPSILON, (weight * db**2).sum() + EPSILON
         correlation = (weight * da * db).sum() / np.sqrt(va * vb)
@@ -59,13 +62,14 @@ def test_windows_are_gaussian_around_every_second_voxel(squared: bool) -> None:
     assert float(windows(grid)) == pytest.approx(np.mean(apart), abs=1e-9)
 
 
+@pytest.mark.parametrize("finest", [False, True])
 @pytest.mark.parametrize(("fixed", "moving", "spacing"), GRIDS)
 def test_gradients_are_those_of_the_loss(
-    fixed: tuple[int, ...], moving: tuple[int, ...], spacing: tuple[float, ...]
+    fixed: tuple[int, ...], moving: tuple[int, ...], spacing: tuple[float, ...], finest: bool
 ) -> None:
     torch.manual_seed(1)
     f, m = (Picture(torch.rand(1, 2, *shape, dtype=torch.float64), None, spacing) for shape in (fixed, moving))
-    level = _Level(f, m, 1.0, SETTINGS)
+    level = _Level(f, m, 1.0, SETTINGS, finest)
     positions = [side.grid + 0.02 * torch.randn_like(side.grid) for side in level.sides]
     moves = [torch.randn_like(at) for at in positions]
     phase = torch.tensor(1)
@@ -79,12 +83,12 @@ def test_gradients_are_those_of_the_loss(
     assert float(slope) == pytest.approx(float((ends[0] - ends[1]) / (2 * step)), rel=1e-3)
 
 
-def test_blocks_without_contrast_are_not_sampled_and_do_not_count() -> None:
+def test_cells_without_contrast_are_not_sampled_and_do_not_count() -> None:
     picture = Picture(torch.zeros(1, 1, 64, 64), None, (1.0, 1.0))
     picture.image[..., 20:30, 20:30] = torch.rand(10, 10)
     source = torch.rand(1, 1, 64, 64)
     windows = Windows(source, picture, 1.5, False)
-    assert 0 < len(windows.active) <= 9 < math.prod(picture.blocks)
+    assert 0 < len(windows.cells) <= 13**2 < math.prod(windows.pooled)
     grid = _Level(picture, picture, 1.0, SETTINGS).sides[0].grid
     elsewhere = source.clone()
     elsewhere[..., 50:, :] += 1
@@ -99,7 +103,11 @@ def test_exact_sampling_is_linear_interpolation(shape: tuple[int, ...]) -> None:
     points = (1.2 * torch.rand(1, dim, *(5,) * dim, dtype=torch.float64) - 0.1).requires_grad_()
     found, expected = exact.sample(values, points), interpolate(values, points.movedim(1, -1))
     assert torch.allclose(found, expected)
-    assert torch.allclose(sample_at(values, (2 * points - 1).flip(1)), expected)
+    found_too, slopes = sample_with_slopes(values.detach(), points[0].detach().flatten(1))
+    assert torch.allclose(found_too, expected[0].flatten(1))
+    for channel in range(3):
+        (right,) = torch.autograd.grad(expected[0, channel].sum(), points, retain_graph=True)
+        assert torch.allclose(slopes[:, channel], right[0].flatten(1), atol=1e-9)
     factor = torch.rand_like(found)
     ours, theirs = (torch.autograd.grad((one * factor).sum(), (values, points)) for one in (found, expected))
     for one, other in zip(ours, theirs, strict=True):

@@ -24,7 +24,7 @@ from carlreg import (
 )
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.jacobian import folding
-from carlreg.objective.fields import steps_in_all
+from carlreg.objective.fields import share_done
 from carlreg.objective.losses import Loss
 from carlreg.objective.metrics import inverse_consistency
 
@@ -204,7 +204,11 @@ def test_fields_with_masks_shapes_seeds_and_batches() -> None:
     assert runs[0].transform.on_grid_of(fixed).shape == (2, 29, 31, 2)
     assert runs[0].losses == runs[1].losses
     assert seen[: len(seen) // 2] == [*range(13), *range(12, 17)]
-    assert seen[-1] == steps_in_all(4, levels=2)
+    shares = [share_done(step, 4, dim=2, levels=2) for step in seen[: len(seen) // 2]]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[12] == pytest.approx(3 / 7)  # 12 steps that cost a quarter, then 4
+    assert shares[-1] == 1
     alone = optimize_fields(Identity(), Identity(), moving[:1], fixed[:1], steps=0, levels=1)
     assert alone.transform.on_grid_of(fixed[:1]).shape == (1, 29, 31, 2)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,29 +49,71 @@ def print_error(error: BaseException, subject: str = "") -> None:
     message(f"{subject}: {text}" if subject else text, always=True)
 
 
+ENOUGH = 0.01
+"""The share of a part of the work that shows how long the rest takes."""
+
+
+class Part:
+    """A part of the work: its name, and how much of it is done, where that is known."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.begin(name)
+
+    def begin(self, name: str) -> None:
+        """Begin another part."""
+        self.name, self._began = name, self.clock()
+        self.share: float | None = None
+        self.end: float | None = None
+
+    def advance(self, share: float) -> None:
+        """Note how much of the part is done, from 0 to 1. Since 0, that gives its speed, and so its `end`."""
+        now, self.share = self.clock(), min(share, 1.0)
+        if self.share == 0:
+            self._began = now
+        self.end = now + (now - self._began) * (1 - self.share) / self.share if self.share >= ENOUGH else None
+
+    def left(self) -> str:
+        """Percent, and the time that is left."""
+        if self.share is None:
+            return ""
+        return time_left(100 * self.share, None if self.end is None else max(self.end - self.clock(), 0.0))
+
+
 @contextmanager
-def working(text: str) -> Iterator[Callable[..., None]]:
+def working(text: str) -> Iterator[Part]:
     """Show a progress bar on stderr until the work is done, unless --quiet was given or stderr is not a terminal.
 
-    >>> with working("reading") as show:
-    ...     show(description="warping", completed=3, total=10)
+    >>> with working("reading") as part:
+    ...     part.begin("warping")
+    ...     part.advance(0.3)
     """
+    part = Part(text)
     if is_quiet() or not sys.stderr.isatty():
-        yield lambda **changes: None
+        yield part
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+    from rich.progress_bar import ProgressBar
     from rich.text import Text
 
-    class Left(ProgressColumn):
-        """Percent, and the time that is left, where the amount of work is known."""
-
+    class Name(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(time_left(task.percentage, task.time_remaining) if task.total else "")
+            return Text(part.name)
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), Left(), TimeElapsedColumn())
+    class Bar(BarColumn):
+        def render(self, task: Task) -> ProgressBar:
+            task.total, task.completed = (None, 0) if part.share is None else (1, part.share)
+            return super().render(task)
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(part.left())
+
+    columns = (SpinnerColumn(), Name(), Bar(), Left(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield functools.partial(bar.update, bar.add_task(text, total=None))
+        bar.add_task(text, total=None)
+        yield part
 
 
 def time_left(percent: float, seconds: float | None) -> str:

@@ -51,12 +51,12 @@ def template(
     """
     from carlreg.atlases import template as build
 
-    with working("reading") as show:
+    with working("reading") as part:
         result = build.template(
             scans,
             out=out,
             initial=initial,
-            progress=lambda text: show(description=text),
+            progress=part.begin,
             **vars(options),
             **vars(running),
         )
@@ -97,7 +97,7 @@ def segment(
     """
     from carlreg.atlases import segment as fusing
 
-    with working("reading") as show:
+    with working("reading") as part:
         result = fusing.segment(
             scan,
             atlases,
@@ -105,7 +105,7 @@ def segment(
             label_names=label_names,
             probabilities=probabilities,
             keep_registrations=keep_registrations,
-            progress=lambda text: show(description=text),
+            progress=part.begin,
             **vars(options),
             **vars(running),
         )

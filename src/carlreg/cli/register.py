@@ -134,23 +134,14 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     """Register and save a pair."""
     from carlreg.files import images, transform_files
     from carlreg.registration.api import register_pair
-    from carlreg.registration.progress import optimisation_steps
     from carlreg.show import report
 
     outputs.check()
     overwrite, names = outputs.overwrite, outputs.names()
-    with working("reading") as show:
-        steps = optimisation_steps(options)
-        result = register_pair(
-            inputs,
-            model,
-            options,
-            progress=lambda part: show(description=part, completed=0, total=None),
-            advance=lambda share: show(completed=100 * share, total=100),
-            callback=lambda number, _: show(completed=number, total=max(number, steps)),
-        )
+    with working("reading") as part:
+        result = register_pair(inputs, model, options, progress=part.begin, advance=part.advance)
         result = replace(result, record=replace(result.record, label_names=names))
-        show(description="writing", completed=0, total=None)
+        part.begin("writing")
         if outputs.out is not None:
             extra = {PAGE: lambda: report.page(result)} if outputs.html else None
             result.save(

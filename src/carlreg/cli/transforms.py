@@ -64,7 +64,7 @@ def warp(
     check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
-    with working("reading") as show:
+    with working("reading") as part:
         source = images.as_labels(take.read(image)) if labels else take.read(image)
         if inverse and not all(ResultFolder(path).holds_registration() for path in transform):
             raise InputError(f"--inverse needs a folder of `carl register`, which has {TRANSFORM} and its inverse")
@@ -76,7 +76,7 @@ def warp(
             raise InputError(f"{sides}; expected the same")
         if not labels and interpolation == "linear" and images.looks_like_labels(source):
             message(f"{image} looks like a label map; if it is one, give --labels")
-        show(description="warping")
+        part.begin("warping")
         warped = world_transform.apply(mapping, source, grid, "nearest" if labels else interpolation, outside)
         images.write(warped, out, overwrite=overwrite)
 

@@ -168,32 +168,50 @@ def _sample_by_index(image: Tensor, points: Tensor, mode: Interpolation, outside
     return total.movedim(-1, 1)
 
 
-SAMPLED = (0, 1, True)  # bilinear, continued by the border, ends are voxel centres
+CHUNK = 2**16
+"""Points that `sample_with_slopes` takes at a time on a CPU, for its caches."""
 
 
-def sample_at(image: Tensor, positions: Tensor) -> Tensor:
-    """`interpolate` an image (1, C, *shape) at positions as PyTorch takes them, (B, D, *out), from −1 to 1, with the
-    coordinate along the last axis first: (B, C, *out). On a CPU it is parallel over B."""
-    image, grid = _for_grid_sample(image, positions)
-    return torch.grid_sampler(image, grid, *SAMPLED).reshape(len(positions), image.shape[1], *positions.shape[2:])
+def sample_with_slopes(image: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """`interpolate` an image (1, C, *shape) at points (D, N) in unit coordinates: values (C, N), and their derivatives
+    by the points, (D, C, N). On a CPU, it is several times as fast as PyTorch's sampling and its gradient."""
+    dim, count, channels = *points.shape, image[0].flatten(1)
+    values, slopes = points.new_empty(len(channels), count), points.new_empty(dim, len(channels), count)
+    size = max(count, 1) if image.is_cuda else CHUNK
+    for start in range(0, count, size):
+        part = slice(start, start + size)
+        first, fractions, factors, steps = _cells(points[:, part], image.shape[2:])
+        offsets = [sum(corner) for corner in itertools.product(*((0, step) for step in steps))]
+        for number, channel in enumerate(channels):
+            lines = [channel.index_select(0, first + offset) for offset in offsets]
+            found: list[list[Tensor]] = []
+            for fraction in reversed(fractions):
+                lines, changes = _between(lines, fraction)
+                found = [_between(one, fraction)[0] for one in found] + [changes]
+            values[number, part] = lines[0]
+            for axis, (slope,) in enumerate(reversed(found)):
+                torch.mul(slope, factors[axis], out=slopes[axis, number, part])
+    return values, slopes
 
 
-def sample_at_backward(gradient: Tensor, image: Tensor, positions: Tensor) -> Tensor:
-    """The gradient by the positions, (B, D, *out), from that by the samples."""
-    dim = positions.shape[1]
-    image, grid = _for_grid_sample(image, positions)
-    backward = torch.ops.aten.grid_sampler_3d_backward if dim == 3 else torch.ops.aten.grid_sampler_2d_backward
-    _, by_grid = backward(
-        gradient.reshape(*gradient.shape[:2], *grid.shape[1:-1]), image, grid, *SAMPLED, [False, True]
-    )
-    return by_grid.movedim(-1, 1)[:, -dim:].reshape(positions.shape)
+def _between(lines: list[Tensor], fraction: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Values between each two of a list, and the differences of the two."""
+    changes = [high - low for low, high in zip(lines[::2], lines[1::2], strict=True)]
+    return [torch.addcmul(low, change, fraction) for low, change in zip(lines[::2], changes, strict=True)], changes
 
 
-def _for_grid_sample(image: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    grid = positions.movedim(1, -1)
-    if image.dim() == 3:  # PyTorch's function takes 2-D and 3-D images
-        image, grid = image[..., None], F.pad(grid, (1, 0))[:, :, None]
-    return image.expand(len(grid), *image.shape[1:]), grid
+def _cells(points: Tensor, shape: Sequence[int]) -> tuple[Tensor, list[Tensor], list[Tensor], list[int]]:
+    """The cells in which points lie: the first corner of each in the flattened image, how far the point is from it
+    along each axis, voxels for one unit (0 beyond the border), and how far apart corners are in the flattened image."""
+    first, fractions, factors = torch.zeros_like(points[0], dtype=torch.long), [], []
+    for point, side in zip(points, shape, strict=True):
+        index = point * max(side - 1, 1)
+        low = index.floor().clamp_(0, max(side - 2, 0)).nan_to_num_(0)
+        fractions.append((index - low).clamp_(0, 1))
+        factors.append(((index > 0) & (index < side - 1)).to(points.dtype).mul_(side - 1))
+        first = first.mul_(side).add_(low.long())
+    steps = [math.prod(shape[axis + 1 :]) if side > 1 else 0 for axis, side in enumerate(shape)]
+    return first, fractions, factors, steps
 
 
 @full_precision

@@ -2,8 +2,8 @@
 
 Everything is measured in millimetres, so that ten slices of 10 mm are not treated like voxels of 1 mm. Three things
 keep the finest grid affordable without a GPU. Fields have half as many voxels a side as the images, and are
-interpolated. Local correlation is computed in windows around every second voxel. And only the images are sampled at
-every voxel: GradICON and folds are measured on the grid of the fields.
+interpolated. Local correlation is computed in windows around every second voxel, and from every second voxel of the
+finer grids. And GradICON and folds are measured on the grid of the fields.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ REPAIRS, LEAST_VOLUME = 20, 0.01
 """Where a voxel keeps less than this fraction of its volume, the result is smoothed, at most so many times."""
 CHECK, STILL = 10, 0.002
 """A level ends early if the lowest loss has fallen by no more than this fraction in so many steps."""
+CHESSBOARD = 2
+"""Local correlation is measured at every second voxel if voxels are at most so many times as large as the finest."""
 MARGIN = 0.1
 """Determinants below this count as folds in the loss."""
 
@@ -85,9 +87,16 @@ class Optimized:
         return [*self.coarse, *({**loss, "level": 1.0} if self.coarse else loss for loss in self.losses)]
 
 
-def steps_in_all(steps: int, levels: int = LEVELS) -> int:
-    """The number of steps of `optimize_fields` over all levels."""
-    return steps * (1 + COARSE * (levels - 1))
+def share_done(done: int, steps: int, dim: int, levels: int = LEVELS) -> float:
+    """The share of the work of `optimize_fields` that so many of its steps are, from 0 to 1. On a grid with twice the
+    spacing, a step costs 2^dim times less."""
+    counts = [COARSE * steps] * (levels - 1) + [steps]
+    costs = [2.0 ** (-dim * level) for level in reversed(range(levels))]
+    work, left = 0.0, done
+    for count, cost in zip(counts, costs, strict=True):
+        work += cost * min(left, count)
+        left = max(left - count, 0)
+    return work / max(sum(cost * count for cost, count in zip(costs, counts, strict=True)), 1e-9)
 
 
 def optimize_fields(
@@ -206,10 +215,12 @@ class _Level:
     voxel: float
     """The unit of the settings, in mm."""
     settings: _Settings
+    chessboard: bool = True
+    """Whether local correlation is measured at every second voxel: all of them cost little on coarse grids."""
 
     def shrink(self, factor: int) -> _Level:
         voxel = factor * self.voxel
-        return dataclasses.replace(self, fixed=self.fixed.shrink(voxel), moving=self.moving.shrink(voxel), voxel=voxel)
+        return _Level(self.fixed.shrink(voxel), self.moving.shrink(voxel), voxel, self.settings, factor <= CHESSBOARD)
 
     @functools.cached_property
     def sides(self) -> tuple[_Side, _Side]:
@@ -377,7 +388,8 @@ class _Level:
             return None
         pictures = [(one.image.shape, one.spacing) for one in self.both]
         image, shapes = self.fixed.image, tuple(tensor.shape for tensor in self.tensors())
-        return "descent", *pictures, self.voxel, self.settings, steps, shapes, image.dtype, image.device
+        key = "descent", *pictures, self.voxel, self.chessboard, self.settings, steps, shapes
+        return *key, image.dtype, image.device
 
     def _captured(self) -> bool:
         """Whether nothing in a step waits for the GPU: other similarities with masks do, and users' functions may."""
@@ -481,22 +493,39 @@ def _adam(
     mean.lerp_(gradient, 0.1)
     square.lerp_(gradient.square(), 0.001)
     speed = (square / paces[0]).sqrt_().add_(SLOW)
-    change.sub_(mean / speed * paces[1])
+    change.sub_(torch.div(mean, speed, out=speed).mul_(paces[1]))
     return None
 
 
 def _folds(positions: Tensor, picture: Picture) -> Tensor:
     """Mean of relu(margin − det ∇φ), by differences of one voxel of the field."""
-    shape, dim = positions.shape[2:], positions.dim() - 2
+    shape = positions.shape[2:]
     if min(shape) < 2:
         return positions.new_zeros(())
-    columns = []
-    for axis, step in enumerate(picture.steps, start=2):
+    cells = tuple(n - 1 for n in shape)
+    if positions.is_cuda:  # it must not wait to see which cells fold
+        return F.relu(MARGIN - _determinants(positions, picture.steps)).sum() / (len(positions) * math.prod(cells))
+    with torch.no_grad():
+        item, *corner = (_determinants(positions, picture.steps) < MARGIN).nonzero(as_tuple=True)
+
+    def ahead(axis: int | None) -> Tensor:
+        """Positions one voxel along an axis from the first corners of these cells, or at them: (N, D)."""
+        index = (item, *(at + int(axis == other) for other, at in enumerate(corner)))
+        return positions.movedim(1, -1)[index]
+
+    columns = [(ahead(axis) - ahead(None)) / step for axis, step in enumerate(picture.steps)]
+    return (MARGIN - determinant(columns)).sum() / (len(positions) * math.prod(cells))
+
+
+def _determinants(positions: Tensor, steps: Sequence[float]) -> Tensor:
+    """det ∇φ in the cells of a field, by differences of one voxel: (B, D, *shape) → (B, *(shape − 1))."""
+    shape, columns = positions.shape[2:], []
+    for axis, step in enumerate(steps, start=2):
         change = positions.diff(dim=axis) / step
-        for other in range(2, dim + 2):
+        for other in range(2, len(shape) + 2):
             change = change if other == axis else change.narrow(other, 0, shape[other - 2] - 1)
         columns.append(change.movedim(1, -1))
-    return F.relu(MARGIN - determinant(columns)).mean()
+    return determinant(columns)
 
 
 class _Side:
@@ -518,7 +547,7 @@ class _Side:
             mask = None if target.mask is None else target.mask[one if len(target.mask) > 1 else slice(None)]
             image, picture = source.image[one], Picture(like[one], mask, target.spacing)
             if name in ("lncc", "lncc2"):
-                self.measures.append(Windows(image, picture, width, name == "lncc2"))
+                self.measures.append(Windows(image, picture, width, name == "lncc2", chessboard=level.chessboard))
             else:
                 self.measures.append(functools.partial(_dense, find_similarity(name), image, picture))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from carlreg import fast
 from carlreg.errors import InputError
-from carlreg.geometry.grids import interpolate, multiply_axes, sample_at, sample_at_backward
+from carlreg.geometry.grids import interpolate, multiply_axes, sample_with_slopes
 from carlreg.geometry.resizing import averaging, resize, resize_labels
 
 BLOCK = 16
 """Voxels a side of the blocks that are sampled together."""
-CHUNK = 32
-"""Blocks at a time on a CPU."""
 FLAT = 1e-7
 """Windows with a variance below this are constant."""
 EPSILON = 1e-6
@@ -132,11 +130,14 @@ def _gaussian(side: int, sigma: float, dtype: torch.dtype, device: torch.device)
 class Windows:
     """Local correlation of two images (1, C, *shape), in Gaussian windows of `sigma` mm around every second voxel.
 
-    Only blocks of the target with windows that are not constant are sampled: elsewhere the correlation is 0.
+    Windows are sums over cells of 2 × 2 × 2 voxels, of which all are sampled, or every second one, as on a
+    `chessboard`. Only cells near windows that are not constant are sampled: elsewhere the correlation is 0.
     """
 
-    def __init__(self, source: Tensor, target: Picture, sigma: float, squared: bool) -> None:
-        self.source, self.target, self.squared = source, target, squared
+    def __init__(
+        self, source: Tensor, target: Picture, sigma: float, squared: bool, *, chessboard: bool = False
+    ) -> None:
+        self.source, self.target, self.squared = source.contiguous(), target, squared
         padding = [b * q - n for b, q, n in zip(target.blocks, target.block, target.shape, strict=True)]
         ends = [pad for n in reversed(padding) for pad in (0, n)]
         image = F.pad(target.image, ends, mode="replicate")
@@ -145,142 +146,139 @@ class Windows:
         sides = list(zip(self.pooled, target.stride, target.spacing, strict=True))
         widths = [math.sqrt(max(sigma**2 - (k > 1) * mm**2 / 4, 0)) / (k * mm) for _, k, mm in sides]
         self.blur = [gaussian(n, width, image) for (n, _, _), width in zip(sides, widths, strict=True)]
-        ones = image.new_ones(1, 1, *self.pooled)
-        self.share = 1 / multiply_axes(ones * math.prod(target.stride), self.blur)
-        moments = _pooled(torch.cat([image, image * image], dim=1), target.stride)
+        self.chessboard = chessboard
+        every = itertools.product(*(range(k) for k in target.stride))
+        self.offsets = [one for one in every if not chessboard or sum(one) % 2 == 0]
+        sampled = [_of_cells(image, target.stride, offset) for offset in self.offsets]
+        self.share = 1 / multiply_axes(torch.full_like(sampled[0][:, :1], len(sampled)), self.blur)
+        moments = torch.cat([sum(sampled), sum(one * one for one in sampled)], dim=1)  # type: ignore[list-item]
         self.mean, square = (multiply_axes(moments, self.blur) * self.share).chunk(2, dim=1)
         variance = (square - self.mean**2).clamp(min=0)
         self.scale = (variance + EPSILON).rsqrt()
         mask = torch.ones_like(target.image[:, :1]) if target.mask is None else (target.mask != 0).to(image)
-        inside = (_pooled(F.pad(mask, ends), target.stride) > 0).to(image)
+        inside = _any_of_cells(F.pad(mask, ends), target.stride)
         if not bool(inside.any()):
             raise InputError("mask is empty for at least one item of the batch; expected at least one nonzero voxel")
         inside = inside / inside.sum() / image.shape[1]
         self.weights = torch.where(variance > FLAT, inside * variance / (variance + CONTRAST), 0.0)
         seen = multiply_axes((self.weights.amax(dim=1, keepdim=True) > 0).to(image), self.blur) > 0
-        self.active = _split(seen, target.blocks).flatten(1).any(dim=1).nonzero()[:, 0]
-        self.index = torch.stack(torch.unravel_index(self.active, target.blocks))
-        self.images = _split(image, target.blocks)[self.active]
+        self.empty = not bool(seen.any())
         if self.fused:
+            active = _split(seen, target.blocks).flatten(1).any(dim=1).nonzero()[:, 0]
             self.padded = image.contiguous()
-            self.seen = image.new_zeros(math.prod(target.blocks), dtype=torch.uint8).index_fill_(0, self.active, 1)
+            self.seen = image.new_zeros(math.prod(target.blocks), dtype=torch.uint8).index_fill_(0, active, 1)
+        else:
+            at = seen[0, 0].nonzero(as_tuple=True)  # torch.unravel_index would import sympy, for seconds
+            self.cells = _raveled(at, self.pooled)
+            self.indices = [_raveled(at, _inside(target.control, offset)) for offset in self.offsets]
+            self.values = torch.stack([one[0].flatten(1).index_select(1, self.cells) for one in sampled], dim=1)
 
     def tensors(self) -> list[Tensor]:
         """What `gradient` reads of the images themselves; all else depends on shapes and settings."""
-        blocks = [self.padded, self.seen] if self.fused else [self.images, self.active, self.index]
-        return [self.source, self.mean, self.scale, self.weights, *blocks]
-
-    def chunks(self) -> list[slice]:
-        """Blocks to work on at a time: on a CPU as many as its caches hold."""
-        count = len(self.active) if self.source.is_cuda else CHUNK
-        return [slice(at, at + count) for at in range(0, len(self.active), count)]
+        parts = [self.padded, self.seen] if self.fused else [self.cells, *self.indices, self.values]
+        return [self.source, self.mean, self.scale, self.weights, *parts]
 
     def __call__(self, positions: Tensor) -> Tensor:
-        if not len(self.active):
-            return positions.sum() * 0
-        correlation = self.correlation(positions)
-        return ((1 - (correlation**2 if self.squared else correlation)) * self.weights).sum()
+        return ((1 - self._kept(self.correlation(positions))) * self.weights).sum()
 
-    def correlation(self, positions: Tensor) -> Tensor:
-        moments = _Moments.apply((2 * positions - 1).flip(1), self)  # type: ignore[no-untyped-call]
-        mean, square, product = (multiply_axes(moments, self.blur) * self.share).chunk(3, dim=1)
-        variance = (square - mean**2).clamp(min=0) + EPSILON
-        return (product - mean * self.mean) * self.scale * variance.rsqrt()
+    def _kept(self, correlation: Tensor) -> Tensor:
+        return correlation**2 if self.squared else correlation
 
     @functools.cached_property
     def fused(self) -> bool:
         """Whether `gradient` runs in kernels of its own: for one channel in 3-D, on a GPU."""
         return self.source.shape[1] == 1 and self.source.dim() == 5 and fast.descends_on(self.source)
 
+    def correlation(self, positions: Tensor) -> Tensor:
+        """(1, C, *pooled): local correlation, where it counts."""
+        if self.empty:
+            return torch.zeros_like(self.mean)
+        if self.fused:
+            return self._correlate(self._fused_moments(positions.contiguous()))[0]
+        return self._correlate(self._moments(self._warp(positions)[0]))[0]
+
     def gradient(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient by the positions."""
-        if not self.fused or not len(self.active):
-            with torch.enable_grad():
-                leaf = positions.detach().requires_grad_()
-                loss = self(leaf)
-                return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+        if self.empty:
+            return positions.new_zeros(()), torch.zeros_like(positions)
+        if self.fused:
+            return self._fused_gradient(positions.contiguous())
+        warped, slopes = self._warp(positions)
+        correlation, mean, factor, slope = self._correlate(self._moments(warped))
+        loss = ((1 - self._kept(correlation)) * self.weights).sum()
+        by = -self.weights * self.share * (2 * correlation if self.squared else 1)  # by the correlation of each window
+        by_mean, by_square = by * (mean * slope - self.mean * factor), -0.5 * by * slope
+        by_moments = multiply_axes(torch.cat([by_mean, by_square, by * factor], dim=1), self.blur)  # symmetric
+        by_mean, by_square, by_product = by_moments[0].flatten(1).index_select(1, self.cells)[:, None].chunk(3)
+        by_warped = torch.addcmul(by_mean, warped, by_square, value=2).addcmul_(self.values, by_product)
+        return loss, self._warp_backward((slopes * by_warped).sum(1))
+
+    def _fused_moments(self, positions: Tensor) -> Tensor:
         from carlreg.fast.kernels import descent
 
-        stride, block = self.target.stride, self.target.block
-        at = positions.contiguous()
-        moments = multiply_axes(descent.moments(self.source, self.padded, at, self.seen, stride, block), self.blur)
-        parts = self.share, self.mean, self.scale, self.weights
-        loss, by_moments = descent.correlate(moments, *parts, EPSILON, self.squared)
+        parts = self.source, self.padded, positions, self.seen, self.target.stride, self.target.block
+        return multiply_axes(descent.moments(*parts, self.chessboard), self.blur)
+
+    def _fused_gradient(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        from carlreg.fast.kernels import descent
+
+        target = self.share, self.mean, self.scale, self.weights
+        loss, by_moments = descent.correlate(self._fused_moments(positions), *target, EPSILON, self.squared)
         by_moments = multiply_axes(by_moments, self.blur)  # symmetric
-        return loss, descent.moments_backward(self.source, self.padded, at, self.seen, stride, block, by_moments)
+        parts = self.source, self.padded, positions, self.seen, self.target.stride, self.target.block
+        return loss, descent.moments_backward(*parts, self.chessboard, by_moments)
+
+    def _correlate(self, moments: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From blurred moments: the correlation of each window, the mean of the warped image, and the derivatives of
+        the correlation by the product of both images and, times −2, by the square of the warped one."""
+        mean, square, product = (moments * self.share).chunk(3, dim=1)
+        spread = square - mean**2
+        variance = spread.clamp(min=0) + EPSILON
+        factor = self.scale * variance.rsqrt()
+        correlation = (product - mean * self.mean) * factor
+        return correlation, mean, factor, torch.where(spread >= 0, correlation / variance, 0.0)
+
+    def _moments(self, warped: Tensor) -> Tensor:
+        """a, a², a·b of a warped image (C, voxels of a cell, cells) and the target, in windows: (1, 3 C, *pooled)."""
+        sums = torch.cat([warped.sum(1), warped.square().sum(1), (warped * self.values).sum(1)])
+        every = sums.new_zeros(len(sums), math.prod(self.pooled)).index_copy_(1, self.cells, sums)
+        return multiply_axes(every.reshape(1, -1, *self.pooled), self.blur)
 
     def shows(self, positions: Tensor) -> bool:
         """Whether there is anything to correlate."""
-        return len(self.active) > 0 and bool((self.correlation(positions) * (self.weights > 0)).abs().amax() >= 0.01)
+        return bool((self.correlation(positions) * (self.weights > 0)).abs().amax() >= 0.01)
 
-    def refine(self, positions: Tensor, chunk: slice) -> Tensor:
-        """The positions (1, D, *control) of the voxels of some blocks: (K, D, *block)."""
-        view = positions[0]
-        for axis, (q, k) in enumerate(zip(self.target.block, self.target.stride, strict=True), start=1):
-            view = view.unfold(axis, q // k + k - 1, q // k)  # (D, *blocks, *sides)
-        index = (slice(None), *self.index[:, chunk])
-        fine = view[index].transpose(0, 1)
-        for axis, k in enumerate(self.target.stride, start=2):
-            if k == 2:
-                fine = _double(fine, axis)
-        return fine
+    def _warp(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The source at positions (1, D, *control), where it is sampled, (C, voxels of a cell, cells), and its
+        derivatives by the positions of these voxels, (D, C, voxels of a cell, cells)."""
+        points = (_centres(positions[0], offset).flatten(1) for offset in self.offsets)
+        picked = [one.index_select(1, cells) for one, cells in zip(points, self.indices, strict=True)]
+        values, slopes = sample_with_slopes(self.source, torch.cat(picked, dim=1))
+        shape = self.values.shape[1:]
+        return values.unflatten(-1, shape), slopes.unflatten(-1, shape)
 
-    def refine_backward(self, gradients: Tensor) -> Tensor:
-        """The adjoint of `refine`, of all active blocks (K, D, *sides) whose voxels were joined by `_halve`."""
-        blocks, dim = self.target.blocks, len(self.target.blocks)
-        every = gradients.new_zeros(math.prod(blocks), *gradients.shape[1:]).index_copy_(0, self.active, gradients)
-        every = every.reshape(*blocks, *gradients.shape[1:]).movedim(dim, 0)  # (D, *blocks, *sides)
-        for axis, k in enumerate(self.target.stride, start=1):
-            every = _overlap(every.movedim(dim + 1, axis + 1), axis, k)
-        return every[None]
+    def _warp_backward(self, by_points: Tensor) -> Tensor:
+        """The gradient by the positions (1, D, *control), from that by the voxels', (D, voxels of a cell, cells)."""
+        dim, control = len(by_points), self.target.control
+        total = by_points.new_zeros(dim, *control)
+        for number, (offset, cells) in enumerate(zip(self.offsets, self.indices, strict=True)):
+            shape = _inside(control, offset)
+            part = by_points.new_zeros(dim, math.prod(shape)).index_copy_(1, cells, by_points[:, number])
+            _add_centres_backward(total, part.reshape(dim, *shape), offset)
+        return total[None]
 
 
-def _overlap(values: Tensor, axis: int, stride: int) -> Tensor:
-    """Join the blocks of an axis, (…, blocks, side, …); with a stride of 2 the last voxel of each is the first of the
-    next."""
-    if stride == 1:
-        return values.flatten(axis, axis + 1)
-    main, last = values.narrow(axis + 1, 0, values.shape[axis + 1] - 1), values.select(axis + 1, -1)
-    count, side = main.shape[axis : axis + 2]
-    out = values.new_empty(*values.shape[:axis], count * side + 1, *values.shape[axis + 2 :])
-    out.narrow(axis, 0, count * side).copy_(main.flatten(axis, axis + 1))
-    out.select(axis, count * side).zero_()
-    _every(out, axis, side, side).add_(last)
-    return out
+def _inside(control: Sequence[int], offset: Sequence[int]) -> list[int]:
+    """How many points lie between those of a field, along axes with an offset of 1."""
+    return [n - between for n, between in zip(control, offset, strict=True)]
 
 
-class _Moments(torch.autograd.Function):
-    """a, a², a·b of a warped image and the target, pooled: (1, 3 C, *pooled)."""
-
-    @staticmethod
-    def forward(ctx: Any, positions: Tensor, windows: Windows) -> Tensor:
-        warped, moments = [], []
-        for chunk in windows.chunks():
-            a, b = sample_at(windows.source, windows.refine(positions, chunk)), windows.images[chunk]
-            warped.append(a)
-            moments.append(_pooled(torch.cat([a, a * a, a * b], dim=1), windows.target.stride))
-        ctx.save_for_backward(positions, *warped)
-        ctx.windows = windows
-        blocks = windows.target.blocks
-        part = torch.cat(moments)
-        every = part.new_zeros(math.prod(blocks), *part.shape[1:]).index_copy_(0, windows.active, part)
-        return _join(every, blocks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (positions, *warped), windows = ctx.saved_tensors, ctx.windows
-        by_moments = _split(gradients[0], windows.target.blocks)[windows.active]
-        parts = []
-        for chunk, a in zip(windows.chunks(), warped, strict=True):
-            by = _spread(by_moments[chunk], windows.target.stride)
-            by_mean, by_square, by_product = by.chunk(3, dim=1)
-            by_a = by_mean.addcmul(a, by_square, value=2).addcmul_(windows.images[chunk], by_product)
-            by_points = sample_at_backward(by_a, windows.source, windows.refine(positions, chunk))
-            for axis in reversed(range(2, by_points.dim())):
-                if windows.target.stride[axis - 2] == 2:
-                    by_points = _halve(by_points, axis)
-            parts.append(by_points)
-        return windows.refine_backward(torch.cat(parts)), None
+def _raveled(index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Indices along each axis as indices of the flattened grid."""
+    flat = torch.zeros_like(index[0])
+    for at, side in zip(index, shape, strict=True):
+        flat = flat * side + at
+    return flat
 
 
 def _every(values: Tensor, axis: int, first: int, step: int) -> Tensor:
@@ -289,41 +287,38 @@ def _every(values: Tensor, axis: int, first: int, step: int) -> Tensor:
     return values[index]
 
 
-def _double(values: Tensor, axis: int) -> Tensor:
-    """n + 1 voxels of a field to 2 n by linear interpolation."""
-    side = values.shape[axis] - 1
-    here, ahead = values.narrow(axis, 0, side), values.narrow(axis, 1, side)
-    out = values.new_empty(*values.shape[:axis], 2 * side, *values.shape[axis + 1 :])
-    _every(out, axis, 0, 2).copy_(here)
-    torch.lerp(here, ahead, 0.5, out=_every(out, axis, 1, 2))
-    return out
-
-
-def _halve(values: Tensor, axis: int) -> Tensor:
-    """The adjoint of `_double`."""
-    even, odd = _every(values, axis, 0, 2), _every(values, axis, 1, 2) * 0.5
-    side = even.shape[axis]
-    out = values.new_empty(*values.shape[:axis], side + 1, *values.shape[axis + 1 :])
-    torch.add(even, odd, out=out.narrow(axis, 0, side))
-    out.select(axis, side).zero_()
-    out.narrow(axis, 1, side).add_(odd)
-    return out
-
-
-def _pooled(values: Tensor, stride: Sequence[int]) -> Tensor:
-    """Sums of pairs of voxels along the axes with a 2."""
-    for axis, k in enumerate(stride, start=2):
-        if k == 2:
-            values = _every(values, axis, 0, 2) + _every(values, axis, 1, 2)
+def _of_cells(values: Tensor, stride: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """One voxel of each cell, as a view."""
+    for axis, (k, first) in enumerate(zip(stride, offset, strict=True), start=2):
+        values = _every(values, axis, first, k)
     return values
 
 
-def _spread(values: Tensor, stride: Sequence[int]) -> Tensor:
-    """The adjoint of `_pooled`."""
+def _any_of_cells(values: Tensor, stride: Sequence[int]) -> Tensor:
+    """The largest value of each cell."""
     for axis, k in enumerate(stride, start=2):
         if k == 2:
-            values = values.repeat_interleave(2, dim=axis)
+            values = values.unflatten(axis, (-1, 2)).amax(axis + 1)
     return values
+
+
+def _centres(values: Tensor, offset: Sequence[int]) -> Tensor:
+    """Means of neighbours along axes with an offset of 1, where voxels lie between those of the field."""
+    for axis, between in enumerate(offset, start=1):
+        if between:
+            side = values.shape[axis] - 1
+            values = values.narrow(axis, 0, side) + values.narrow(axis, 1, side)
+    return values * 0.5 ** sum(offset) if any(offset) else values
+
+
+def _add_centres_backward(total: Tensor, values: Tensor, offset: Sequence[int]) -> None:
+    """Add the adjoint of `_centres`."""
+    values = values.mul_(0.5 ** sum(offset))
+    for axes in itertools.product(*(range(between + 1) for between in offset)):
+        part = total
+        for axis, (first, side) in enumerate(zip(axes, values.shape[1:], strict=True), start=1):
+            part = part.narrow(axis, first, side)
+        part.add_(values)
 
 
 def _split(values: Tensor, blocks: Sequence[int]) -> Tensor:
@@ -332,12 +327,3 @@ def _split(values: Tensor, blocks: Sequence[int]) -> Tensor:
     shape = [part for b, n in zip(blocks, values.shape[2:], strict=True) for part in (b, n // b)]
     parts = values.reshape(values.shape[1], *shape).permute(*range(1, 2 * dim, 2), 0, *range(2, 2 * dim + 1, 2))
     return parts.flatten(0, dim - 1)
-
-
-def _join(values: Tensor, blocks: Sequence[int]) -> Tensor:
-    """The inverse of `_split`."""
-    dim = len(blocks)
-    parts = values.reshape(*blocks, *values.shape[1:])
-    order = [dim, *(part for axis in range(dim) for part in (axis, dim + 1 + axis))]
-    sides = [b * n for b, n in zip(blocks, values.shape[2:], strict=True)]
-    return parts.permute(*order).reshape(1, values.shape[1], *sides)

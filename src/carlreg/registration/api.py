@@ -180,7 +180,8 @@ def register_pair(
     progress: Callable[[str], None] | None = None,
     advance: Callable[[float], None] | None = None,
 ) -> Registration:
-    """`register`, with its arguments in two values. `advance(share)` is called while the network runs on a CPU."""
+    """`register`, with its arguments in two values. `advance(share)` is called with the share of the current part that
+    is done, from 0 to 1, while the network runs on a CPU and at every step of the optimisation."""
     work = Progress(progress, advance)
     return complete(align_pair(inputs, model, options, work, callback), inputs, options, work)
 

@@ -6,19 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from carlreg.objective.fields import FIELD_STEPS, steps_in_all
-from carlreg.objective.instance import WEIGHT_STEPS
-from carlreg.registration.options import RegisterOptions
-
 logger = logging.getLogger(__name__)
-
-
-def optimisation_steps(options: RegisterOptions) -> int:
-    """The number of optimisation steps, for a progress bar."""
-    steps = options.io_iterations
-    if options.optimize == "weights":
-        return WEIGHT_STEPS if steps is None else steps
-    return steps_in_all(FIELD_STEPS if steps is None else steps)
 
 
 class Progress:

@@ -20,7 +20,7 @@ from carlreg.files.world_transform import WorldTransform
 from carlreg.geometry.transforms import Affine, Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, NoNetwork
-from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, Optimized, optimize_fields
+from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, LEVELS, Optimized, optimize_fields, share_done
 from carlreg.objective.guide import Guide
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
@@ -130,7 +130,7 @@ def solve(
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
         demands = {"guide": guide, "rigidity": rigidity, "graphs": model.graphs}
-        optimization = _optimize(network, maps, pair, options, over, callback, demands)
+        optimization = _optimize(network, maps, pair, options, over, callback, demands, progress.advance)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -216,27 +216,49 @@ def _optimize(
     over: Way,
     callback: Callable[[int, Loss], None] | None,
     demands: dict[str, Any] | None = None,
+    advance: Callable[[float], None] | None = None,
 ) -> Optimization:
     """Optimise the weights or the fields: also the fields if the GPU has too little memory for the weights."""
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
     steps = STEPS[over] if options.io_iterations is None else options.io_iterations
     objective = _objective(pair, options, over)
-    common: dict[str, Any] = {"steps": steps, "seed": options.seed, "callback": callback}
+    common: dict[str, Any] = {"steps": steps, "seed": options.seed}
     if over == "weights":
+        count = _counting(callback, advance, lambda done: done / max(steps, 1))
         try:
-            result = instance_optimize(network, moving, fixed, **common, **vars(objective))
+            result = instance_optimize(network, moving, fixed, **common, **vars(objective), callback=count)
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-            return _optimize(network, maps, pair, options, "fields", callback, demands)
+            return _optimize(network, maps, pair, options, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
+    settings = _field_settings(network, pair)
+    levels = settings.get("levels", LEVELS)
     common |= {
         "similarity": options.io_sim,
         "weight": objective.weight,
         **(demands or {}),
-        **_field_settings(network, pair),
+        **settings,
+        "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
     }
     grid, result = _optimize_fields(maps, pair, _field_grids(pair, options, common.get("graphs")), common)
     return Optimization(over, steps, objective.weight, list(grid), result)
+
+
+def _counting(
+    callback: Callable[[int, Loss], None] | None,
+    advance: Callable[[float], None] | None,
+    share: Callable[[int], float],
+) -> Callable[[int, Loss], None] | None:
+    """The callback, preceded by a report of the share of the steps that are done."""
+    if advance is None:
+        return callback
+
+    def both(step: int, loss: Loss) -> None:
+        advance(share(step))
+        if callback is not None:
+            callback(step, loss)
+
+    return both
 
 
 def _optimize_fields(

@@ -86,15 +86,22 @@ def _moments(
     source, target, positions, active, out,
     source_z, source_y, source_x, control_z, control_y, control_x, pooled_z, pooled_y, pooled_x,
     KZ: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr,
-    QZ: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr, LANES: tl.constexpr,
+    QZ: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr, BOARD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """out (3, *pooled): the sums of a, a² and a·b over the voxels of a pooled one."""
+    """out (3, *pooled): the sums of a, a² and a·b over all voxels of a pooled one, or every second, as on a board."""
     at, mask, z, y, x = _voxel(pooled_z, pooled_y, pooled_x, LANES)
     seen = _seen(active, z, y, x, pooled_y, pooled_x, mask, QZ, QY, QX)
     first = tl.zeros([LANES], tl.float32)
     square = tl.zeros([LANES], tl.float32)
     product = tl.zeros([LANES], tl.float32)
-    for part in range(KZ * KY * KX):
+    voxels: tl.constexpr = KZ * KY * KX
+    for number in range((voxels + 1) // 2 if BOARD else voxels):
+        part = number
+        if BOARD:  # the last axis with a stride of 2 makes the sum of the offsets even
+            if KX == 2:
+                part = 2 * number + (number // KY + number % KY) % 2
+            elif KY == 2:
+                part = 2 * number + number % 2
         fine_z, fine_y, fine_x = z * KZ + part // (KY * KX), y * KY + part // KX % KY, x * KX + part % KX
         a, _, _, _ = _sampled(
             source, positions, fine_z, fine_y, fine_x, source_z, source_y, source_x, control_z, control_y, control_x,
@@ -116,7 +123,7 @@ def _moments_backward(
     source, target, positions, active, by_moments, out,
     source_z, source_y, source_x, control_z, control_y, control_x, pooled_z, pooled_y, pooled_x,
     KZ: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr,
-    QZ: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr, LANES: tl.constexpr,
+    QZ: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr, BOARD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """out (3, *control): the gradient by the positions, from all voxels that are interpolated from each."""
     at, mask, z, y, x = _voxel(control_z, control_y, control_x, LANES)
@@ -124,7 +131,11 @@ def _moments_backward(
     by_z = tl.zeros([LANES], tl.float32)
     by_y = tl.zeros([LANES], tl.float32)
     by_x = tl.zeros([LANES], tl.float32)
-    for part in range((2 * KZ - 1) * (2 * KY - 1) * (2 * KX - 1)):
+    # On a board, the neighbours that lie aside along none or along two of the axes with a stride of 2.
+    axes: tl.constexpr = (KZ + KY + KX - 3) % 2
+    voxels: tl.constexpr = (2 * KZ - 1) * (2 * KY - 1) * (2 * KX - 1)
+    for number in range((voxels + 1) // 2 - axes if BOARD else voxels):
+        part = 2 * number + axes if BOARD else number
         near_z = part // ((2 * KY - 1) * (2 * KX - 1)) - (KZ - 1)
         near_y = part // (2 * KX - 1) % (2 * KY - 1) - (KY - 1)
         near_x = part % (2 * KX - 1) - (KX - 1)
@@ -391,11 +402,18 @@ def _programs(count: int) -> tuple[int]:
 
 
 def moments(
-    source: Tensor, target: Tensor, positions: Tensor, active: Tensor, stride: Sequence[int], block: Sequence[int]
+    source: Tensor,
+    target: Tensor,
+    positions: Tensor,
+    active: Tensor,
+    stride: Sequence[int],
+    block: Sequence[int],
+    chessboard: bool,
 ) -> Tensor:
     """(1, 3, *pooled): the sums of a, a² and a·b of a source (1, 1, *shape), warped, and of a target (1, 1, *fine)
-    whose sides are those of its `active` (*blocks) times `block`, over `stride` voxels along each axis."""
-    geometry, options = _window_geometry(source, target, positions, stride, block)
+    whose sides are those of its `active` (*blocks) times `block`, over `stride` voxels along each axis, or those of
+    them whose indices have an even sum, as on a `chessboard`."""
+    geometry, options = _window_geometry(source, target, positions, stride, block, chessboard)
     out = target.new_empty(1, 3, *geometry[6:])
     _moments[_programs(math.prod(geometry[6:]))](source, target, positions, active, out, *geometry, **options)
     return out
@@ -408,10 +426,11 @@ def moments_backward(
     active: Tensor,
     stride: Sequence[int],
     block: Sequence[int],
+    chessboard: bool,
     gradient: Tensor,
 ) -> Tensor:
     """The gradient by the positions (1, 3, *control), from that by the moments."""
-    geometry, options = _window_geometry(source, target, positions, stride, block)
+    geometry, options = _window_geometry(source, target, positions, stride, block, chessboard)
     out = torch.empty_like(positions)
     arguments = (source, target, positions, active, gradient.contiguous(), out)
     _moments_backward[_programs(math.prod(geometry[3:6]))](*arguments, *geometry, **options)
@@ -419,12 +438,17 @@ def moments_backward(
 
 
 def _window_geometry(
-    source: Tensor, target: Tensor, positions: Tensor, stride: Sequence[int], block: Sequence[int]
+    source: Tensor,
+    target: Tensor,
+    positions: Tensor,
+    stride: Sequence[int],
+    block: Sequence[int],
+    chessboard: bool,
 ) -> tuple[tuple[int, ...], dict[str, int]]:
     pooled = [n // k for n, k in zip(target.shape[2:], stride, strict=True)]
     options = dict(zip(("KZ", "KY", "KX"), stride, strict=True))
     options |= {name: q // k for name, q, k in zip(("QZ", "QY", "QX"), block, stride, strict=True)}
-    return (*source.shape[2:], *positions.shape[2:], *pooled), {**options, "LANES": LANES}
+    return (*source.shape[2:], *positions.shape[2:], *pooled), {**options, "BOARD": int(chessboard), "LANES": LANES}
 
 
 def correlate(

@@ -111,11 +111,10 @@ class Job:
 def run(task: Task, report: Callable[..., None]) -> None:
     """Register, and write the result folder with its page; `report(phase=, percent=)` is called meanwhile."""
     from carlreg.registration.api import register_pair
-    from carlreg.registration.progress import optimisation_steps
     from carlreg.show import report as pages
 
     options = task_options(task.options)
-    steps, part, furthest = optimisation_steps(options), [0, 0], [0]
+    part, furthest = [0, 0], [0]
 
     def begin(phase: str) -> None:
         part[:] = PHASES.get(phase, part)
@@ -133,7 +132,6 @@ def run(task: Task, report: Callable[..., None]) -> None:
         options,
         progress=begin,
         advance=advance,
-        callback=lambda step, _: advance(step / max(steps, 1)),
     )
     names = {int(label): name for label, name in task.label_names.items()}
     result = replace(result, record=replace(result.record, label_names=names))
