@@ -25,7 +25,7 @@ from carlreg.files.checks import distance
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.itk import itk_order, simpleitk, vector_image
 from carlreg.geometry import jacobian
-from carlreg.geometry.grids import Grid, Interpolation, interpolate
+from carlreg.geometry.grids import Grid, Interpolation, interpolate, sample_with_slopes
 from carlreg.geometry.transforms import Transform
 
 Field = npt.NDArray[np.float32]
@@ -35,8 +35,8 @@ PointMap = Callable[[Matrix], Matrix]
 
 SLAB = 2**19
 """Voxels computed at a time, so that large images need little memory beyond their own."""
-CHEAP = 10
-"""Steps of the plain fixed-point iteration before Newton's method, when a transform is inverted."""
+SMALL = 2**12
+"""Grids with fewer voxels are inverted without a coarser one."""
 FLATTEST = 0.1
 """The smallest singular value of a fitted affine part: the inverse of a flatter one would inflate displacements."""
 
@@ -343,12 +343,42 @@ def invert(
     undo = np.asarray(np.linalg.inv(transform.affine), np.float64)
     to_index, to_moving = np.linalg.inv(transform.lattice) @ undo @ grid.affine, transform.affine @ transform.lattice
     shift, residual = itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32)), np.empty(grid.shape, np.float32)
+    equation = _Equation.of(transform)
+    coarse = _solve_coarsely(equation, to_index, grid.shape, steps, tolerance)
     for box in _slabs(grid):
         goal = _affine_on(to_index, box)  # A(x + u(x)) = y is x + u(x) = A⁻¹ y, in indices of u's lattice
-        solution, left = (part.reshape(goal.shape) for part in _solve(transform, goal.flatten(0, -2), steps, tolerance))
+        start = goal if coarse is None else goal + _doubled(coarse, box)
+        solution, left = equation.solve_on(goal, start, steps, tolerance)
         shift[box] = _turned(solution - goal, to_moving).numpy()
         residual[box] = torch.where(transform.contains(solution), _turned(left, to_moving).norm(dim=-1), np.nan).numpy()
     return WorldTransform(undo, shift, grid.index_to_world()), residual
+
+
+def _solve_coarsely(
+    equation: _Equation, to_index: Matrix, shape: Sequence[int], steps: int, tolerance: float
+) -> Tensor | None:
+    """x − goal at every second voxel of a grid, (*sides, D), where the solution is sought from a still coarser one;
+    None if the grid is small. It is a good start for all voxels, of which there are eight times as many in 3-D."""
+    if math.prod(shape) < SMALL or min(shape) < 4:
+        return None
+    sides = tuple((n - 1) // 2 + 2 for n in shape)  # one beyond the end
+    doubled = to_index @ np.diag([*(2.0,) * len(sides), 1.0])
+    coarser = _solve_coarsely(equation, doubled, sides, steps, tolerance)
+    box = tuple(slice(0, n) for n in sides)
+    goal = _affine_on(doubled, box)
+    start = goal if coarser is None else goal + _doubled(coarser, box)
+    return equation.solve_on(goal, start, steps, tolerance)[0] - goal
+
+
+def _doubled(values: Tensor, box: Box) -> Tensor:
+    """Vectors at every second voxel, (*sides, D), interpolated linearly at the voxels of a box."""
+    for axis, rows in enumerate(box):
+        first, last = rows.start // 2, (rows.stop - 1) // 2 + 2
+        part = values.narrow(axis, first, last - first)
+        here, ahead = part.narrow(axis, 0, last - first - 1), part.narrow(axis, 1, last - first - 1)
+        both = torch.stack([here, (here + ahead) / 2], dim=axis + 1).flatten(axis, axis + 1)
+        values = both.narrow(axis, rows.start - 2 * first, rows.stop - rows.start)
+    return values
 
 
 def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Matrix, Matrix]:
@@ -359,7 +389,7 @@ def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Mat
     if transform.is_linear:
         return undone, np.zeros(len(target))
     goal = transform._index(undone).float()
-    found, _ = _solve(transform, goal, steps=100, tolerance=1e-4)
+    found, _ = _Equation.of(transform).solve_on(goal, goal, steps=100, tolerance=1e-4)
     solution = map_points(transform.lattice, found.double().numpy())
     missed = np.linalg.norm(transform(solution) - target, axis=-1)
     return solution, np.where(transform.contains(found).numpy(), missed, np.nan)
@@ -403,43 +433,69 @@ def _without_border(image: Image) -> Tensor:
     return torch.from_numpy(inner)[None]
 
 
-def _solve(transform: WorldTransform, goal: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
-    """x with x + u(x) = goal, (N, D), and x + u(x) − goal, in the lattice's indices and float32, whose rounding is far
-    below a useful tolerance. Most points need a few cheap steps x ← goal − u(x); where u is steep, Newton's method
-    takes over."""
-    to_index, dim = np.linalg.inv(transform.lattice), transform.dim
+@dataclass(frozen=True, eq=False)
+class _Equation:
+    """x + u(x) = goal, in indices of u's lattice and float32, whose rounding is far below a useful tolerance."""
 
-    def missed(points: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """x + u(x) − goal, and its length in mm."""
-        left = points + _turned(_interpolate(transform.displacement, points), to_index) - goal
-        return left, _turned(left, transform.lattice).norm(dim=-1)
+    displacement: Tensor  # (1, D, *shape), in indices
+    to_mm: list[list[float]]
+    """(D, D), an upper triangle: it makes vectors as long as the lattice does."""
 
-    best, active, here = goal.clone(), torch.arange(len(goal)), goal
-    residual, error = missed(here, goal)
-    rest, step = residual.clone(), torch.ones(len(goal))
-    for number in range(CHEAP + steps):
-        trial = here - residual
-        if number >= CHEAP:
-            nudge = 1e-2 * torch.eye(dim)
-            slopes = [(missed(here + nudge[axis], goal)[0] - residual) / 1e-2 for axis in range(dim)]
-            slope = torch.stack(slopes, dim=-1)
-            slope[torch.linalg.det(slope).abs() < 1e-2] = torch.eye(dim)
-            trial = here - step[:, None] * torch.linalg.solve(slope, residual[..., None])[..., 0]
-        left, length = missed(trial, goal)
-        better = length < error
-        here = torch.where(better[:, None], trial, here)
-        residual, error = torch.where(better[:, None], left, residual), torch.where(better, length, error)
-        best[active], rest[active] = here, residual
-        if number >= CHEAP:
+    @classmethod
+    def of(cls, transform: WorldTransform) -> _Equation:
+        axes = transform.lattice[:-1, :-1]
+        field = torch.from_numpy(np.moveaxis(transform.displacement, -1, 0)).float()
+        turned = torch.tensordot(torch.from_numpy(np.linalg.inv(axes)).float(), field, dims=1)
+        return cls(turned[None].contiguous(), np.linalg.qr(axes)[1].tolist())
+
+    def missed(self, points: Tensor, goal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """At points (D, N): x + u(x) − goal, its length in mm, (N,), and its derivatives by x, (D, D, N)."""
+        last = torch.tensor([max(n - 1, 1) for n in self.displacement.shape[2:]])[:, None]
+        shift, slopes = sample_with_slopes(self.displacement, points / last)
+        left, slopes = shift.add_(points).sub_(goal), slopes.div_(last[..., None])
+        slopes.diagonal().add_(1)
+        lengths = [sum(part * factor for part, factor in zip(left, row, strict=True) if factor) for row in self.to_mm]
+        return left, sum(one.square() for one in lengths).sqrt(), slopes
+
+    def solve_on(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
+        """`solve` at points (..., D)."""
+        ends, here = (points.reshape(-1, points.shape[-1]).mT.contiguous() for points in (goal, start))
+        found, left = self.solve(ends, here, steps, tolerance)
+        return found.mT.reshape(goal.shape), left.mT.reshape(goal.shape)
+
+    def solve(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
+        """x, (D, N), and x + u(x) − goal, by Newton's method; a step that does not help is halved."""
+        here, active, step = start, torch.arange(goal.shape[1]), torch.ones(goal.shape[1])
+        residual, error, slopes = self.missed(here, goal)
+        best, rest = here.clone(), residual.clone()
+        for _ in range(steps):
+            (going,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
+            if len(going) < 0.9 * len(active):  # the others are done: go on with these alone
+                best[:, active], rest[:, active] = here, residual
+                active, here, goal, residual, error, slopes, step = (
+                    part.index_select(-1, going) for part in (active, here, goal, residual, error, slopes, step)
+                )
+            if len(going) == 0:
+                break
+            trial = here - step * _quotient(slopes, residual)
+            left, length, steeper = self.missed(trial, goal)
+            better = length < error
+            here, residual = torch.where(better, trial, here), torch.where(better, left, residual)
+            error, slopes = torch.where(better, length, error), torch.where(better, steeper, slopes)
             step = torch.where(better, (2 * step).clamp(max=1), step / 2)
-        (going,) = torch.nonzero((error > tolerance) & (step > 1e-3), as_tuple=True)
-        if len(going) == 0:
-            break
-        if len(going) < 0.9 * len(active):  # the others are done: go on with these alone
-            active, here, goal, residual, error, step = (
-                part[going] for part in (active, here, goal, residual, error, step)
-            )
-    return best, rest
+        best[:, active], rest[:, active] = here, residual
+        return best, rest
+
+
+def _quotient(columns: Tensor, vectors: Tensor) -> Tensor:
+    """Solve linear equations by Cramer's rule: D columns of D numbers each, (D, D, N), and (D, N) → (D, N). Where the
+    matrix is nearly singular, it counts as the identity."""
+    whole = [column.movedim(0, -1) for column in columns]
+    divisor = jacobian.determinant(whole)
+    parts = []
+    for axis in range(len(whole)):
+        parts.append(jacobian.determinant([*whole[:axis], vectors.movedim(0, -1), *whole[axis + 1 :]]))
+    return torch.where(divisor.abs() < 1e-2, vectors, torch.stack(parts) / divisor)
 
 
 def apply(
