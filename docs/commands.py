@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import typer
 from typer.models import ArgumentInfo
 
-from carlreg.cli import app
+from carlreg.cli import COMMANDS, functions
 
 PAGE = Path(__file__).with_name("commands.md")
 INTRODUCTION = """# Commands
@@ -32,19 +31,13 @@ bug, which we ask you to report. No file is overwritten without `--overwrite`, a
 
 def page() -> str:
     """The whole page."""
-    return "\n".join(
-        [INTRODUCTION, *(line for name, function in commands("carl", app) for line in section(name, function))]
-    )
+    return "\n".join([INTRODUCTION, *(line for name, function in commands() for line in section(name, function))])
 
 
-def commands(prefix: str, group: typer.Typer) -> Iterator[tuple[str, Callable[..., Any]]]:
+def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every command's full name and function, in the order of `--help`."""
-    for command in group.registered_commands:
-        assert command.callback is not None
-        yield f"{prefix} {command.name or command.callback.__name__.replace('_', '-')}", command.callback
-    for inner in group.registered_groups:
-        assert inner.typer_instance is not None
-        yield from commands(f"{prefix} {inner.name}", inner.typer_instance)
+    for name in COMMANDS:
+        yield from ((f"carl {words}", function) for words, function in functions(name).items())
 
 
 def section(name: str, function: Callable[..., Any]) -> Iterator[str]:

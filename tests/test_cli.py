@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from conftest import SMALL
 
 from carlreg import gradicon, save
-from carlreg.cli import app, main
+from carlreg.cli import COMMANDS, functions, main
 from carlreg.files import images, transform_files
 from carlreg.files.images import Image, from_array, map_points
 from carlreg.files.results import FILES, WARPED_LABELS
@@ -87,10 +88,45 @@ def test_help_does_not_import_torch() -> None:
         subprocess.run([sys.executable, "-c", script.format(words, check)], check=True, capture_output=True)
 
 
+def test_the_list_of_commands_has_the_first_paragraph_of_each() -> None:
+    """They are written twice, so that `carl --help` need not import every command."""
+    for name, (_, text) in COMMANDS.items():
+        if name != "models":
+            (function,) = functions(name).values()
+            assert " ".join((function.__doc__ or "").partition("\n\n")[0].split()) == text, name
+
+
+def test_a_mistyped_command_is_recognised(run: Run) -> None:
+    code, err = run("regster", "--fixed", "a.nii.gz")
+    assert code == 2
+    assert "No such command 'regster'. Did you mean 'register'?" in err
+
+
+def test_help_and_import_are_quick(tmp_path: Path) -> None:
+    """Seconds of a process, compiled as after an installation, beside those of Python itself: the best of three."""
+    free = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment = {**free, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+
+    def seconds(*words: str) -> float:
+        def once() -> float:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        return min(once() for _ in range(4))
+
+    assert seconds("-c", "import carlreg") < 0.2
+    assert seconds("-m", "carlreg", "--help") < 0.3
+    loaded = "import sys; from carlreg.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    inside = {name.rpartition(".")[2] for name in done.stderr.split() if name.startswith("carlreg.cli.")}
+    assert inside <= {"_shared", "_threads"}  # no command
+
+
 def test_help_fits_a_terminal_of_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    names = ["carl", *(command.callback.__name__.replace("_", "-") for command in app.registered_commands)]
-    for name in names:
+    for name in ("carl", *COMMANDS):
         run(*([] if name == "carl" else [name]), "--help")
         assert all(len(line) <= 80 for line in run.out.splitlines())  # type: ignore[attr-defined]
     run("register", "--help")
@@ -247,8 +283,8 @@ def test_info_names_everything(data: Path, tmp_path: Path, run: Run) -> None:
 def test_models_are_listed_verified_and_imported(data: Path, tmp_path: Path, run: Run) -> None:
     assert run("models", "list")[0] == 0
     listed = [line.split("\t") for line in run.out.splitlines()]  # type: ignore[attr-defined]
-    assert [words[0] for words in listed] == ["carl-base", "carl-rot", "auto"]
-    assert all(words[1].startswith("for research use") for words in listed[:2])
+    assert [words[0] for words in listed] == ["carl-base", "carl-2d", "carl-rot", "auto"]
+    assert all(words[1].startswith("for research use") for words in listed[:3])
     for name in ((), ("rot",)):
         assert run("models", "verify", *name)[0] == 0
         assert "complete, sha256" in run.out  # type: ignore[attr-defined]
@@ -430,7 +466,9 @@ def test_bad_models_devices_and_guesses(data: Path, tmp_path: Path, run: Run) ->
     out = tmp_path / "out"
     base = ["register", "-f", data / "fixed.nii.gz", "-m", data / "moving.nii.gz", "-o", out]
     refused(
-        run, [*base, "--model", "magic"], "no model 'magic'; expected the path of a model file, or one of carl-base"
+        run,
+        [*base, "--model", "magic"],
+        "no model 'magic'; expected the path of a model file, or one of carl-2d, carl-base",
     )
     whole = (data / "small.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])

@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import SMALL
 
-from carlreg import gradicon, register
-from carlreg.cli._shared import time_left
+from carlreg import carl, gradicon, register
+from carlreg.cli._shared import Part, time_left
 from carlreg.errors import ExistsError, OutputError, user_message
 from carlreg.files import atomic, images, transform_files
 from carlreg.files.images import Image, map_points
@@ -146,14 +146,57 @@ def test_the_network_reports_its_share(data: Path) -> None:  # noqa: F811
     assert len(shares) > 10
     assert shares[0] < 0.5
     assert shares[-1] == pytest.approx(1, abs=0.1)
-    alone = register_pair(inputs, data / "small.safetensors", options)
+    alone = register_pair(inputs, data / "small.safetensors", options)  # and without a report
     assert np.array_equal(watched_result.transform.displacement, alone.transform.displacement)
     network, image = gradicon(3, 2, **SMALL).eval(), torch.rand(1, 1, 16, 16, 16)
     with watched(network, image, image, shares.append):
         pass
     assert not any(module._forward_hooks for module in network.modules())
+    # Counted beforehand exactly, although deep networks do relatively more on small images; attention included.
+    for dim, shape in ((3, (40, 48, 40)), (2, (72, 40))):
+        for network in (gradicon(dim, 2, **SMALL).eval(), carl(dim, width=8, **SMALL).eval()):
+            shares.clear()
+            image = torch.rand(1, 1, *shape)
+            with torch.no_grad(), watched(network, image, image, shares.append):
+                network.both(image, image)
+            assert shares[-2] < 0.9999
+            assert shares[-1] == pytest.approx(1, abs=1e-6)
     assert time_left(40.2, 75) == "40 %, 1:15 left"
     assert time_left(0, None) == "0 %"
+
+
+def test_progress_is_of_the_present_part(data: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The time that is left follows from the average speed of the part; nothing is known of one that has just begun."""
+    now = [100.0]
+    part = Part("network", lambda: now[0])
+    assert part.left() == ""
+    now[0] += 20
+    part.advance(0)  # counting begins here
+    now[0] += 1
+    part.advance(0.001)
+    assert part.left() == "0 %"
+    now[0] += 29
+    part.advance(0.25)
+    assert part.left() == "25 %, 1:30 left"
+    now[0] += 60
+    assert part.left() == "25 %, 0:30 left"
+    part.begin("judging the result")
+    assert (part.name, part.left()) == ("judging the result", "")
+    # Every part ends near its end: also the optimisation, whose steps on coarse grids are quick.
+    events: list[tuple[str, list[float]]] = []
+    moving = images.read(data / "moving.nii.gz")
+    images.write(Image(np.roll(moving.data, 2, axis=0), moving.affine), tmp_path / "moving.nii.gz")
+    inputs = PairInputs(fixed=data / "fixed.nii.gz", moving=tmp_path / "moving.nii.gz")
+    register_pair(
+        inputs,
+        data / "small.safetensors",
+        RegisterOptions(io_iterations=3, device="cpu"),
+        progress=lambda text: events.append((text, [])),
+        advance=lambda share: events[-1][1].append(share),
+    )
+    shares = dict(events)["optimisation"]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)
 
 
 def numbers_in(text: str) -> dict[str, float]:
@@ -187,7 +230,9 @@ def test_one_number_for_one_thing(data: Path, tmp_path: Path, run: Run) -> None:
     assert metrics["sd_log_jacobian"] > 0.01  # something bends
     assert sorted(report["dice"]["after"]) == ["1", "2", "3"]
     run("info", one, "--json")
-    assert json.loads(run.out)["metrics"] == metrics  # type: ignore[attr-defined]
+    facts = json.loads(run.out)  # type: ignore[attr-defined]
+    assert facts["metrics"] == metrics
+    assert facts["verdict"].startswith(report["confidence"]["verdict"])
     run("jacobian", "-t", one, "-o", tmp_path / "jacobian.nii.gz")
     printed = numbers_in(run.out)  # type: ignore[attr-defined]
     assert printed["folds"] == pytest.approx(metrics["folds_percent"], **close)

@@ -1,4 +1,4 @@
-"""The `carl` command line. Each command is a function.
+"""The `carl` command line. Each command is a function, whose module is imported when the command is used.
 
 Nothing here imports torch before a command runs, so that `carl --help` is fast. Commands do not catch errors: `main`
 prints those that a user can act on as one line. Every other exception is a bug and keeps its traceback.
@@ -6,56 +6,122 @@ prints those that a user can act on as one line. Every other exception is a bug 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from carlreg import __version__
-from carlreg.cli import models
-from carlreg.cli._options import Command
 from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli._threads import respect_machine
-from carlreg.cli.app import app as browser_app
-from carlreg.cli.atlases import atlas, segment, template
-from carlreg.cli.cohort import cohort
-from carlreg.cli.demo import demo
-from carlreg.cli.doctor import doctor
-from carlreg.cli.evaluate import evaluate
-from carlreg.cli.explain import explain
-from carlreg.cli.info import info
-from carlreg.cli.register import register
-from carlreg.cli.train import train
-from carlreg.cli.transforms import convert, jacobian, warp, warp_points
-from carlreg.cli.view import view
 
+COMMANDS = {
+    "register": ("register", "Find where each point of the fixed image lies in the moving one."),
+    "cohort": ("cohort", "Register many pairs: a table, a folder against one fixed image, or all pairs of a folder."),
+    "template": ("atlases", "Build the average shape and image of a group of scans."),
+    "segment": ("atlases", "Find the structures of a scan from scans that have labels."),
+    "atlas": ("atlases", "Pack labelled scans into one file for `carl segment`."),
+    "warp": (
+        "transforms",
+        "Resample the moving image, or its labels, on the fixed image's grid. The data type is kept.",
+    ),
+    "warp-points": ("transforms", "Map points from one image to the other, in world millimetres."),
+    "jacobian": (
+        "transforms",
+        "Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds and SDlogJ.",
+    ),
+    "convert": ("transforms", "Write a transform or an image in another format."),
+    "info": (
+        "info",
+        "Describe an image, a transform, a model or a result folder; of a folder with DICOM, the series in it.",
+    ),
+    "evaluate": (
+        "evaluate",
+        "Measure registrations: Dice, HD95, landmark error, folds, SDlogJ, inverse consistency, time and memory.",
+    ),
+    "explain": ("explain", "Show how a network matches two images, before its refinements."),
+    "view": (
+        "view",
+        "Show a registration in the browser: fixed, moving and warped images, linked by the transform.",
+    ),
+    "demo": (
+        "demo",
+        "Register two synthetic patients whose true correspondence is known, then again with one image shifted.",
+    ),
+    "train": ("train", "Train a network on your own images, or continue training one."),
+    "doctor": (
+        "doctor",
+        "Check the installation: versions, GPU, kernels, models, other tools, disk, memory and threads.",
+    ),
+    "app": (
+        "app",
+        "Register scans in the browser: choose or drop two files, look at the result, and correct it by hand.",
+    ),
+    "models": ("models", "List, describe, verify and import models."),
+}
+"""The module of each command, and the first paragraph of its help."""
 FAILURE, USAGE = 1, 2
 """Exit codes for a failed command and for wrong usage. A signal gives 128 plus its number."""
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no public name for it, and newer versions bundle click
 
-app = typer.Typer(
+
+class Commands(TyperGroup):
+    """The commands of `COMMANDS`, each imported when it is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(dict.fromkeys([*COMMANDS, *super().list_commands(ctx)]))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load(cmd_name) if cmd_name in COMMANDS else super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in {*COMMANDS, *self.commands}:  # typer suggests similar names of loaded commands
+            self.commands.update({name: load(name) for name in COMMANDS})
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+SETTINGS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,  # its tables cut the names of options on a narrow terminal
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+carl = typer.Typer(
     name="carl",
+    cls=Commands,
     help="Register medical images: map every point of a fixed image to the matching point of a moving image.",
-    no_args_is_help=True,
     add_completion=True,
-    rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **SETTINGS,
 )
-many = (cohort, template, segment, atlas)
-alone = (warp, warp_points, jacobian, convert, info, evaluate, explain, view, demo, train, doctor)
-for function in (register, *many, *alone):
-    app.command(cls=Command)(function)
-app.command("app", cls=Command)(browser_app)
-group = typer.Typer(help="List, describe, verify and import models.", no_args_is_help=True)
-for name, function in models.COMMANDS.items():
-    group.command(name, cls=Command)(function)
-app.add_typer(group, name="models")
+
+
+def functions(name: str) -> dict[str, Callable[..., Any]]:
+    """The function of a command, by its name; those of a group by theirs."""
+    module = importlib.import_module(f"carlreg.cli.{COMMANDS[name][0]}")
+    if (inner := getattr(module, "COMMANDS", None)) is not None:
+        return {f"{name} {word}": function for word, function in inner.items()}
+    return {name: getattr(module, name.replace("-", "_"))}
+
+
+def load(name: str) -> Any:
+    """A command, or a group of them, with its options."""
+    from carlreg.cli._options import Command
+
+    one = typer.Typer(name=name, help=COMMANDS[name][1], add_completion=False, **SETTINGS)
+    for words, function in functions(name).items():
+        one.command(words.split()[-1], cls=Command)(function)
+    return typer.main.get_command(one)
 
 
 def _print_version(requested: bool) -> None:
@@ -64,7 +130,7 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@carl.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -113,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [_with_dashes(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     try:
         with _signals_as_exceptions():
-            code = app(args=words, prog_name="carl", standalone_mode=False)
+            code = carl(args=words, prog_name="carl", standalone_mode=False)
     except UsageError as error:
         error.show()
         return USAGE
