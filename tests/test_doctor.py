@@ -110,3 +110,16 @@ def test_a_tool_that_warps_differently_is_red() -> None:
     warped = doctor.world_transform.apply(transform, moving, fixed).data
     assert doctor._agreement("ITK", warped, warped).state == "green"
     assert doctor._agreement("ITK", warped[::-1], warped).state == "red"
+
+
+def test_threads_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads, expected in (
+        (1, 1, "1 for 1 core"),
+        (4, 4, "4 for 4 cores"),
+        (16, 1, "1 of 16 cores are used"),
+    ):
+        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _, n=cores: set(range(n)), raising=False)
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        (found,) = doctor.threads()
+        assert found.text.partition(", ")[0] == expected
+        assert found.state == ("note" if cores == 16 else "green")

@@ -16,10 +16,10 @@ from carlreg.cohort.threads import COUNTS
 SOURCE = str(Path(__file__).parents[1] / "src")
 PROBE = """
 import sys
-from carlreg.cli import app, main
+from carlreg.cli import carl, main
 from carlreg.cli._threads import Threads
 
-@app.command()
+@carl.command()
 def probe(threads: Threads = None) -> None:
     import torch, SimpleITK
     print(torch.get_num_threads(), SimpleITK.ProcessObject.GetGlobalDefaultNumberOfThreads())
@@ -46,7 +46,7 @@ def test_threads_are_given_or_allotted_and_idle_ones_sleep() -> None:
     assert counts == [1, 1]
     if gnu := "OMP_WAIT_POLICY" in stated:
         assert "OMP_WAIT_POLICY = 'PASSIVE'" in stated
-        assert "GOMP_SPINCOUNT = '0'" in stated
+        assert "GOMP_SPINCOUNT = '10000'" in stated
     counts, stated = probe(SLURM_CPUS_PER_TASK="1", GOMP_SPINCOUNT="77")
     assert counts == [1, 1]
     assert not gnu or "GOMP_SPINCOUNT = '77'" in stated  # the user's own setting

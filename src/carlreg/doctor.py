@@ -238,7 +238,7 @@ def threads() -> Iterator[Finding]:
         variable = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "a limit of PyTorch"
         yield Finding("threads", "note", f"{used} of {cores} cores are used, because of {variable}")
     else:
-        yield Finding("threads", "green", f"{used} for {cores} cores")
+        yield Finding("threads", "green", f"{used} for {cores} core{'s' if cores != 1 else ''}")
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
