@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from carlreg import Registration, gradicon, register, save
 from carlreg.errors import DependencyError, InputError
 from carlreg.files import images, world_transform
 from carlreg.files.images import Image, as_image, from_array, map_points
+from carlreg.files.results import Confidence
 from carlreg.registration.picture import TITLES, slices
 
 sitk = pytest.importorskip("SimpleITK")
@@ -59,6 +61,10 @@ def test_a_result_prints_three_lines(result: Registration) -> None:
     assert re.fullmatch(r"deformable by small, [\d.]+ s on cpu", second)
     assert re.search(r"Dice 0\.\d+ before, 1\.000 after, 0\.000 % folds, SDlogJ 0\.000, inverse consistent", third)
     assert str(result) == repr(result)
+    doubtful = Confidence(verdict="doubtful", expected_error_mm=4.04, reasons=["the network is unsure"])
+    judged = replace(result, record=replace(result.record, confidence=doubtful))
+    assert repr(judged).splitlines()[2].startswith("doubtful, expected error 4.0 mm; Dice 0.")
+    assert "doubtful, expected error 4.0 mm" in judged._repr_html_()
 
 
 def test_a_notebook_shows_a_picture_and_the_numbers(result: Registration) -> None:

@@ -24,6 +24,7 @@ from carlreg.files.results import InputRecord, Report
 from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.display import display_grid
+from carlreg.show.report import facts
 from carlreg.show.report.curves import plot_losses
 from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, page_data, volume, voxel_points
 
@@ -127,6 +128,38 @@ def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "{{" not in text.split("<script", 1)[0]
     with pytest.raises(OSError, match="exists already; choose another name, or give --overwrite"):
         report.write(registration(shift), path)
+
+
+def test_tables_are_in_words() -> None:
+    """Every metric and setting, without names of the program; report.json has those."""
+    measured = {"inverse_error_max_mm": 60.3, "dice_before": 0.0, "dice_after": 0.5, "new_metric_mm": 2.0}
+    pair = registration(shift)
+    record = dataclasses.replace(
+        pair.record,
+        metrics={**pair.record.metrics, **measured},
+        io_iterations=20,
+        io_sim="lncc",
+        io_sim_reason="the contrasts agree",
+        allow_identity=True,
+        grid=(96, 80, 96),
+        peak_memory_gb={"process": 1.25},
+        orientation={"seems": "as in its header", "applied": False, "likeness": 0.5, "cannot_tell": ["left to right"]},
+        look={"degrees": 31.0, "likeness": 0.7, "likeness_upright": 0.4, "turned_back": True},
+    )
+    metrics = dict(facts.metrics(dataclasses.replace(pair, record=record)))
+    assert metrics["error of the written inverse"] == "0.01 mm on average, 60.3 mm at most"
+    assert metrics["Dice"] == "0.000 before, 0.500 after"
+    assert metrics["new metric mm"] == "2"
+    assert dict(facts.settings(record)) == {
+        "model": "carl-base",
+        "found by a search": "a rotation by 31.0°, likeness 0.7",
+        "steps of the optimisation": "20",
+        "similarity": "lncc: the contrasts agree",
+        "may start from the unregistered images": "yes",
+        "grid of the network": "96 × 80 × 96",
+        "most memory": "1.2 GiB",
+        "orientation of the moving scan": "as in its header; whether it is mirrored left to right cannot be told",
+    }
 
 
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
@@ -377,10 +410,11 @@ def test_the_page_has_the_expected_error() -> None:
 
 @pytest.fixture(scope="module")
 def bent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Registration]:
-    pair = registration(bend, warnings=("the match is doubtful",))
+    pair = registration(bend, losses=204, warnings=("the match is doubtful",))
     pair = dataclasses.replace(pair, expected_error=expected_error(pair.fixed))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    return report.write(pair, path, spread=pair.fixed, dice={"liver": (0.1, 0.875)}), pair
+    dice = {"liver": (0.1, 0.875), "left and right portal and splenic veins": (0.012, 0.386)}
+    return report.write(pair, path, spread=pair.fixed, dice=dice), pair
 
 
 @pytest.mark.browser
@@ -434,6 +468,14 @@ def test_the_page_in_a_browser(tab: Page, bent: tuple[Path, Registration]) -> No
     show(tab, path, width=390, height=844)
     assert tab.get("document.documentElement.scrollWidth") == 390  # nothing sticks out on a phone
     assert tab.get("Array.from(document.querySelectorAll('figure')).every((f) => f.clientHeight > 60)")
+    # Numbers of a table stay on one line, and none of the axis is cut.
+    lines = (
+        "(one) => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; }"
+    )
+    assert set(tab.get(f"Array.from(document.querySelectorAll('.sorted td'), {lines})")) == {1}
+    box = "(one) => one.getBoundingClientRect().right"
+    (edge,) = tab.get(f"Array.from(document.querySelectorAll('#facts svg'), {box})")
+    assert max(tab.get(f"Array.from(document.querySelectorAll('#facts svg text'), {box})")) <= edge
 
 
 @pytest.mark.browser

@@ -373,7 +373,9 @@ def test_a_wheel_holds_weights_and_viewer(tmp_path: Path) -> None:
     for part in ("viewer/vendor/niivue.umd.js", "viewer/vendor/LICENSE", "viewer/page.js", "report/page.js"):
         source = root / "src" / "carlreg" / "show" / part
         assert sizes[f"carlreg/show/{part}"] == source.stat().st_size, part
-    assert min(sizes[f"carlreg/model/weights/{name}.safetensors"] for name in ("carl-base", "carl-rot")) > 1e6
+    assert (
+        min(sizes[f"carlreg/model/weights/{name}.safetensors"] for name in ("carl-base", "carl-rot", "carl-2d")) > 1e6
+    )
     assert wheel.stat().st_size < 40e6
     assert not [name for name in sizes if name.startswith(("tests/", "docs/"))]
 
@@ -687,6 +689,34 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
 
 @pytest.mark.browser
 @needs_browser
+def test_planes_are_arranged_alike_in_all_panels(tab: Page, tmp_path: Path) -> None:
+    """A flat scan and a tall one would each be largest in another arrangement."""
+    pair = structures()
+    pair = dataclasses.replace(pair, record=dataclasses.replace(pair.record, inputs={}))
+    out = pair.save(tmp_path / "out")
+    images.write(pair.fixed, out / "fixed.nii.gz")
+    images.write(Image(np.concatenate([pair.moving.data] * 2, axis=2), pair.moving.affine), out / "moving.nii.gz")
+    with running(out) as server:
+        for width, height in ((1400, 900), (390, 844)):
+            opened(tab, server, width, height)
+            layouts = tab.get("Object.values(panels).map((panel) => panel.opts.multiplanarLayout)")
+            assert len(layouts) == 3
+            assert len(set(layouts)) == 1, (width, height, layouts)
+            for side in ("fixed", "moving"):
+                x, y, w, h = tile(tab, side)
+                left, top, wide, high = tab.get(
+                    f"(({{left, top, width, height}}) => [left, top, width, height])"
+                    f"(panels.{side}.canvas.getBoundingClientRect())"
+                )
+                assert x >= left - 1
+                assert y >= top - 1
+                assert x + w <= left + wide + 1
+                assert y + h <= top + high + 1
+        assert tab.complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
 def test_the_expected_error_is_an_overlay(tab: Page, tmp_path: Path) -> None:
     out = save(tmp_path)
     fixed = images.read(tmp_path / "fixed.nii.gz")
@@ -777,6 +807,8 @@ def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
         assert sorted(text.split(" mm ")[1][:3] for text in listed) == ["LPS", "RAS"]
         assert listed[0].split(" mm ")[0] != listed[1].split(" mm ")[0]
 
+        (_, low, _, high), (_, below, _, _) = (tab.box(f"#{name}") for name in ("save", "again"))
+        assert below == low or below >= low + high + 4  # buttons beside or below each other do not touch
         tab.get("byId('save').click()")
         tab.wait("byId('saved').textContent.includes('out_points.csv')")
         rows = np.loadtxt(tmp_path / "out_points.csv", delimiter=",", skiprows=1).reshape(2, 2, 3)

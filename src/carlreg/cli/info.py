@@ -138,7 +138,10 @@ def _registration(result: ResultFolder) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "folder of `carl register`"}
     if not result[REPORT].is_file():
         return facts
-    report = result.read_report().to_json()
+    record = result.read_report()
+    report = record.to_json()
+    if record.confidence is not None:
+        facts["verdict"] = record.confidence.line()
     shown = ("inputs", "model", "transform", "io_iterations", "io_over", "metrics", "seconds", "versions", "warnings")
     facts |= {name: report[name] for name in shown if report[name] not in (None, [], {})}
     if "warnings" in facts:

@@ -88,10 +88,11 @@ class Registration:
             "inverse_consistency_mm": "inverse consistent to {inverse_consistency_mm:.2f} mm",
         }
         scores = [text.format(**self.metrics) for name, text in texts.items() if name in self.metrics]
+        verdict = "" if self.confidence is None else f"{replace(self.confidence, reasons=()).line()}; "
         return (
             f"Registration of {names[0]} to {names[1]}, {voxels}",
             f"{record.transform} by {model}{steps}, {total:.1f} s on {record.device}",
-            ", ".join(scores),
+            verdict + ", ".join(scores),
         )
 
     def _repr_html_(self) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-LEFT, RIGHT, TOP, BOTTOM = 56.0, 632.0, 8.0, 192.0
+LEFT, RIGHT, TOP, BOTTOM = 56.0, 616.0, 8.0, 192.0
 """The box of the curves in a picture of 640 × 230."""
 LINEAR = 1e-3
 """If values are zero or negative, the axis is linear below this fraction of the largest."""

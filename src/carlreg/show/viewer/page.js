@@ -148,18 +148,22 @@ function arrange() {
   for (const [side, panel] of Object.entries(panels)) panel.figure.hidden = !chosen.includes(side);
   const shown = Object.keys(panels).filter((side) => chosen.includes(side)).map((side) => panels[side]);
   const { clientWidth: width, clientHeight: height } = byId("panels"), all = byId("planes").value === "3" && scene.dim === 3;
-  const scaleOf = (panel, w, h) => {
+  const scaleOf = (panel, w, h, layout) => {
     const [x, y, z] = sizeOf(panel);
-    if (!all) return [Math.min(w / Math.max(x, y), h / Math.max(y, z)), 0];
-    const fits = [[Math.max(x, y), y + 2 * z, 1], [x + y, y + z, 2], [2 * x + y, Math.max(y, z), 3]].map(([across, down, name]) => [Math.min(w / across, h / down), name]);
-    return fits.reduce((best, fit) => (fit[0] > best[0] ? fit : best));
+    const [across, down] = [[Math.max(x, y), Math.max(y, z)], [Math.max(x, y), y + 2 * z], [x + y, y + z], [2 * x + y, Math.max(y, z)]][layout];
+    return Math.min(w / across, h / down);
   };
+  /** The arrangement of the planes that suits all panels best, the same in each, and the smallest scale it gives. */
+  const fit = (w, h) => (all ? [1, 2, 3] : [0])
+    .map((layout) => [Math.min(...shown.map((panel) => scaleOf(panel, w, h, layout))), layout])
+    .reduce((best, one) => (one[0] > best[0] ? one : best));
   const narrow = innerWidth <= 640, count = shown.length || 1;
-  const least = (w, h) => Math.min(...shown.map((panel) => scaleOf(panel, w, h)[0]));
-  const rows = !narrow && least(width, height / count) > least(width / count, height);
+  const rows = !narrow && fit(width, height / count)[0] > fit(width / count, height)[0];
   byId("panels").classList.toggle("rows", rows);
+  if (!shown.length) return;
+  const [, layout] = fit(shown[0].figure.clientWidth, shown[0].figure.clientHeight);
   for (const panel of shown) {
-    const [scale, layout] = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight);
+    const scale = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight, layout);
     panel.opts.multiplanarLayout = layout;
     panel.opts.crosshairWidth = 1.5 / scale;  // pixels
     panel.resizeListener();
