@@ -23,9 +23,12 @@ from carlreg import (
     carl,
     carl_rot,
     gradicon,
+    lncc2,
     load,
     registration_loss,
+    ssd,
 )
+from carlreg.errors import InputError
 from carlreg.geometry.fitting import fit_affine
 from carlreg.geometry.grids import Grid
 from carlreg.model.files import read_metadata
@@ -149,12 +152,20 @@ def test_a_stage_says_what_the_loss_is(tmp_path: Path, monkeypatch: pytest.Monke
         return registration_loss(*arguments, **options)
 
     monkeypatch.setattr("carlreg.training.step.registration_loss", spy)
-    train(network(), draw, [Stage(1, "diffusion", weight=0.3, similarity="ssd")], out=tmp_path)
-    assert {k: seen[0][k] for k in ("regularity", "weight", "similarity")} == {
-        "regularity": "diffusion",
-        "weight": 0.3,
-        "similarity": "ssd",
-    }
+    train(network(), draw, [Stage(1, "diffusion", weight=0.3, similarity="ssd")], out=tmp_path / "ssd")
+    train(network(), draw, [Stage(1, similarity="lncc2", window=1.5)], out=tmp_path / "lncc2")
+    assert [(call["regularity"], call["weight"]) for call in seen] == [("diffusion", 0.3), ("gradicon", 1.5)]
+    images = torch.rand(2, 1, 1, 16, 16)
+    for call, expected in zip(seen, (ssd(*images), lncc2(*images, sigma=1.5)), strict=True):
+        assert torch.equal(call["similarity"](*images), expected)  # type: ignore[operator]
+
+
+def test_only_correlations_have_windows(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="window of 2 voxels was given for ssd"):
+        train(network(), draw, [Stage(1, similarity="ssd", window=2.0)], out=tmp_path)
+    with pytest.raises(InputError, match="window is 2 for mind"):
+        Settings(similarity="mind", window=2.0)
+    assert Settings(window=2.0).stages()[-1].window == 2.0
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

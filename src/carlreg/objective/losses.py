@@ -348,10 +348,15 @@ def extrapolation(transform: Transform) -> Extrapolation:
     return "clamp" if clamped else "mirror"
 
 
-def find_similarity(similarity: str | Similarity) -> Similarity:
-    """The similarity of that name; a function is returned as it is."""
+def find_similarity(similarity: str | Similarity, window: float | None = None) -> Similarity:
+    """The similarity of that name; a function is returned as it is. lncc and lncc2 can have another `window`, the
+    standard deviation of their Gaussian in voxels."""
+    if window is not None and similarity not in ("lncc", "lncc2"):
+        raise InputError(f"a window of {window:g} voxels was given for {similarity}; only lncc and lncc2 have windows")
     if not isinstance(similarity, str):
         return similarity
     if similarity not in SIMILARITIES:
         raise InputError(f"unknown similarity {similarity!r}; expected one of {sorted(SIMILARITIES)} or a function")
-    return SIMILARITIES[similarity]
+    if window is None:
+        return SIMILARITIES[similarity]
+    return functools.partial(lncc if similarity == "lncc" else lncc2, sigma=window)

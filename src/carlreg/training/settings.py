@@ -31,7 +31,8 @@ class Settings:
 
     model: Annotated[
         str,
-        "carl, carl_rot, gradicon or xi for a new network; carl-base, carl-rot or a model file to continue from.",
+        "carl, carl_rot, gradicon or xi for a new network; carl-base, carl-2d, carl-rot or a model file to continue "
+        "from.",
         NETWORK,
     ] = "carl"
     size: Annotated[Size, "Size of a new network; small is the size of carl-base.", NETWORK] = "small"
@@ -70,6 +71,11 @@ class Settings:
     ] = None
     regularity: Annotated[float, "Weight λ of the regulariser.", SCHEDULE] = 1.5
     similarity: Annotated[SimilarityName, "Similarity measure in the loss.", SCHEDULE] = "lncc"
+    window: Annotated[
+        float | None,
+        "Standard deviation of the windows of lncc and lncc2, in voxels of the grid. By default 4, as in the paper.",
+        SCHEDULE,
+    ] = None
     label_weight: Annotated[
         float | None,
         "Weight of label overlap (1 − Dice) in the loss. By default 1 with --label-maps, otherwise 0: the paper trains "
@@ -133,6 +139,10 @@ class Settings:
         for name in ("steps", "diffusion_steps", "refine_steps", "rate", "final_rate", "regularity", "label_weight"):
             _check_least(name, getattr(self, name), 0)
         _check_least("affine_noise", self.affine_noise, 0)
+        if self.window is not None and not (0.5 <= self.window < math.inf and self.similarity in ("lncc", "lncc2")):
+            raise InputError(
+                f"window is {self.window:g} for {self.similarity}; expected at least half a voxel, for lncc or lncc2"
+            )
         for name in (*SHARES, "label_map_share"):
             if (share := getattr(self, name)) is not None and not 0 <= share <= 1:
                 raise InputError(f"{name} is {share}; expected a share from 0 to 1")
@@ -192,6 +202,7 @@ class Settings:
         common: dict[str, Any] = {
             "learning_rate": self.rate,
             "similarity": self.similarity,
+            "window": self.window,
             "label_weight": self.overlap_weight,
             "rotate": rotate,
         }

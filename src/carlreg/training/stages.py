@@ -24,6 +24,8 @@ class Stage:
     warm_up: int = 0
     """Steps over which the learning rate rises from zero: for a fresh optimiser on a trained network."""
     similarity: str = "lncc"
+    window: float | None = None
+    """Standard deviation of the Gaussian windows of lncc and lncc2, in voxels; by default the paper's 4."""
     label_weight: float = 0.0
     """Weight of the label overlap; labels must then be drawn with the images. The paper trains without labels."""
     refine: bool = False

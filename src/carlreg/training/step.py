@@ -17,7 +17,7 @@ from carlreg.geometry.jacobian import folding
 from carlreg.geometry.transforms import Affine, Transform
 from carlreg.model.algorithms import Augmented, RegistrationAlgorithm, TwoStep
 from carlreg.model.zoo import first_step
-from carlreg.objective.losses import Loss, registration_loss
+from carlreg.objective.losses import Loss, find_similarity, registration_loss
 from carlreg.training.batches import Batch
 from carlreg.training.distributed import Team
 from carlreg.training.stages import Stage
@@ -90,9 +90,12 @@ class TrainingStep:
             batch = batch._replace(moving_labels=None, fixed_labels=None)
         elif batch.labels is None:
             raise InputError("the batch has no labels, but the stage has a label weight; draw images, then labels")
+        return self.launch((*batch, _rotations(batch, seed, self.team) if self.stage.rotate else None), rate, seed)
+
+    def launch(self, inputs: Inputs, rate: float, seed: int) -> Loss:
+        """Run a step on these tensors, by the graph of their shapes if there is one."""
         self.rate.fill_(rate)
         self.generator.manual_seed(seed)
-        inputs = (*batch, _rotations(batch, seed, self.team) if self.stage.rotate else None)
         if self.stream is None:
             return self._run(inputs)
         self.shapes = tuple(None if part is None else tuple(part.shape) for part in inputs)
@@ -151,7 +154,7 @@ class TrainingStep:
             phi,
             inverse,
             *batch.compared,
-            similarity=self.stage.similarity,
+            similarity=find_similarity(self.stage.similarity, self.stage.window),
             regularity=self.stage.regularity,
             weight=self.stage.weight,
             generator=self.generator,
