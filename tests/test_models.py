@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import SMALL, paste, randomize, texture
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import carlreg
 from carlreg import (
@@ -25,6 +25,7 @@ from carlreg import (
     load,
     pretrained,
     save,
+    warp,
     xi,
 )
 from carlreg.fast.layers import _TransposedConvolution, convolve_groups
@@ -268,6 +269,24 @@ def test_the_model_for_rotations_is_in_the_package() -> None:
     assert xi.extrapolate == "mirror"
 
 
+def test_the_model_for_pictures_is_in_the_package() -> None:
+    model = pretrained("2d")
+    header = read_metadata(WEIGHTS / "carl-2d.safetensors")
+    assert "research use" in header["licence"]
+    assert header["grid"] == "256 256"
+    assert os.path.getsize(WEIGHTS / "carl-2d.safetensors") <= 3 * 2**20
+    rows, columns = torch.meshgrid(torch.arange(256.0), torch.arange(256.0), indexing="ij")
+
+    def blobs(shift: float) -> Tensor:
+        centres = ((90, 80, 14), (140, 150, 20), (100, 170, 9), (170, 100, 11))
+        return sum((-((rows - y) ** 2 + (columns - x - shift) ** 2) / r**2).exp() for y, x, r in centres)[None, None]
+
+    moving, fixed = blobs(0), blobs(12)
+    with torch.no_grad():
+        warped = warp(moving, model(moving, fixed), like=fixed)
+    assert (warped - fixed).abs().mean() < 0.5 * (moving - fixed).abs().mean()
+
+
 def test_checksums_are_of_the_files_that_are_there() -> None:
     lines = (WEIGHTS / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     named = {name: digest for digest, name in (line.split() for line in lines)}
@@ -307,5 +326,5 @@ def test_the_default_model_follows_a_shift() -> None:
 
 
 def test_unknown_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="no model named 'magic'; this package has carl-base"):
+    with pytest.raises(ValueError, match="no model named 'magic'; this package has carl-2d, carl-base"):
         pretrained("magic")

@@ -222,7 +222,9 @@ def test_nothing_is_overwritten_or_half_written(
 
 def test_bad_input_is_named(pair: tuple[Image, Image], model_file: Path, tmp_path: Path) -> None:
     fixed, moving = pair
-    with pytest.raises(ValueError, match="no model 'magic'; expected the path of a model file, or one of carl-base"):
+    with pytest.raises(
+        ValueError, match="no model 'magic'; expected the path of a model file, or one of carl-2d, carl-base"
+    ):
         register(fixed=fixed, moving=moving, model="magic")
     with pytest.raises(TypeError, match="fixed is a list; expected a path, an Image, an array"):
         register(fixed=[1, 2], moving=moving, model=model_file)

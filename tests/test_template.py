@@ -161,7 +161,7 @@ def test_registrations_make_the_average_sharper(data: Path) -> None:
         scans,
         model=data / "model.safetensors",
         iterations=1,
-        io_iterations=8,
+        io_iterations=20,
         device="cpu",
         callback=lambda row, image: rows.append((row, image)),
     )

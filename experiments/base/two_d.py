@@ -1,6 +1,6 @@
 """Train carl-2d on retinas, slices of all datasets and random shapes, and score it.
 
-    python experiments/base/two_d.py carry/p2d/two_d.npz --out OUT --seconds 240
+    python experiments/base/two_d.py carry/p2d/two_d.npz --out OUT --seconds 200
     python experiments/base/two_d.py carry/p2d/two_d.npz --out OUT --score OUT/model.safetensors
 
 The pack is made by `prepare_2d.py`. A batch holds pairs of five kinds: a retina's vessels warped as in
@@ -9,18 +9,21 @@ own contrast; and random shapes, deformed and rendered likewise. Pairs are mirro
 many in a larger, empty image. The network sees some images in a random contrast; the loss is computed on the original
 ones and on their labels. A batch is drawn in one pass on the device.
 
-Training has two parts. First the encoder alone learns to match positions, from pairs whose true map is known: the
-cross-entropy between the attention of a voxel and its true position, as in `experiments/rotation/encoder.py`, and the
-distance of the whole map and its slopes from the true ones, since a map that folds where there is nothing to match
+Training has two parts, both on pairs of which most show the same source twice, so that their true map is known. First
+Ξθ alone learns this map: by the cross-entropy between the attention of a voxel and its true position, and by the
+distance of the whole map and of its slopes from the true ones, since a map that folds where there is nothing to match
 cannot be unfolded by what follows. With diffusion or GradICON from the start, a new network maps all points to the same
-place. Then the network is trained with
-GradICON, by default for as many steps as fit into `--seconds`, measured on its first `WARM_UP` steps. For some of them
-the encoder stays as it is, since the untrained refinements would undo what it has learnt; then it is trained with the
-rest, at a tenth of the rate. A run that was cut off in the second part resumes with the same command.
+place. Then the whole network is trained with GradICON, the overlap of labels and, for pairs whose map is known, the
+distance from it. Where maps fold, the gradient of GradICON can be a thousand times as large as
+usual, and one step of Adam with it undoes what was learnt, so its norm is limited. Images are halved three times before
+Ξθ, so that its encoder sees two thirds of an image at once, as in `experiments/retina`: what it sees must include
+something to match.
 
-Writes the best model on `dev` (training subjects kept back), in half precision. `--score` writes scores.json: Dice on
+The learning rate follows the time, so that a run ends within `--seconds`. The best model on `dev` (training subjects
+kept back) is written whenever there is a better one, in half precision, with the settings in trained.json. If the score
+falls far below the best, training continues from that model at half the rate. `--score` writes scores.json: Dice on
 `dev`, and of the vessels on all test pairs of `experiments/retina`, of the network alone and with the default
-optimisation of the fields. `--measure` writes the time of a step and of drawing a batch to speed.json.
+optimisation of the fields.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,21 +46,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carlreg import Affine, RegistrationAlgorithm, carl, load, save, warp
+from carlreg import Affine, RegistrationAlgorithm, load, save, warp
 from carlreg.fast.precision import mixed_precision
 from carlreg.geometry.grids import interpolate, pool, voxel_points
 from carlreg.geometry.jacobian import folding
 from carlreg.geometry.resizing import resize, resize_labels
-from carlreg.geometry.transforms import Transform
-from carlreg.model.algorithms import CoordinateAttention
+from carlreg.geometry.transforms import DisplacementField, Transform
+from carlreg.model.algorithms import CoordinateAttention, Downsample, PredictDisplacement, TwoStep
+from carlreg.model.encoder import Encoder
+from carlreg.model.unet import UNet
 from carlreg.model.zoo import first_step
 from carlreg.objective.fields import FIELD_STEPS, optimize_fields
+from carlreg.objective.losses import Loss, registration_loss
 from carlreg.synthesis import random_anatomy
 from carlreg.synthesis.contrast import random_colours, random_contrast, render
-from carlreg.training.batches import Batch
-from carlreg.training.loop import Progress, train
 from carlreg.training.stages import Stage
-from carlreg.training.step import TrainingStep
+from carlreg.training.step import Inputs, TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "retina"))
 from data import (  # type: ignore[import-not-found]
@@ -68,10 +74,11 @@ from data import (  # type: ignore[import-not-found]
 )
 from data import load as load_retinas
 
-SIDE = 256
+SIDE, DOWNS = 256, 3
+"""Side of the grid, and how often it is halved for Ξθ."""
 WIDTH, DOWN, UP = 64, (16, 32, 64, 128), (64, 48, 32, 16)
 """Widths of the encoder and of the U-Nets: 1.47 M parameters, 2.8 MiB in half precision."""
-COUNTS = {"retina": 4, "subjects": 3, "deformed": 2, "maps": 1, "shapes": 2}
+COUNTS = {"retina": 5, "subjects": 3, "deformed": 2, "maps": 1, "shapes": 1}
 """Pairs of each kind in a batch."""
 SETS = {"brain": 0.3, "brain_ibsr": 0.08, "abdomen": 0.25, "abdomen_mr": 0.08, "cardiac": 0.2, "hippocampus": 0.07}
 SETS |= {"lung": 0.02}
@@ -90,14 +97,43 @@ DISC = 0.48
 """Radius of a camera's field of view, in widths of the picture."""
 MOST_ROOM = 0.7
 """Largest empty space around an image, as a fraction of its side."""
-QUERIES = 1024
-"""Voxels of the coarse grid to match in the other image."""
 CONTENT = 0.03
 """Least local contrast of voxels to match."""
-SMOOTH = 1.0
-"""Weight of the map's distance from the true one, beside the cross-entropy."""
-WARM_UP = 200
-"""Steps of the second part before its speed is known."""
+WEIGHTS = {"entropy": 1.0, "first": 1.0, "slopes": 0.3, "gradicon": 1.5, "labels": 0.5, "map": 1.0}
+"""Weights of the losses: the first three are of the first part."""
+MATCHING, MATCHING_RATE = 0.15, 1e-3
+"""Share of the time for the first part, and its learning rate."""
+RATE, FINAL, WARM_UP = 4e-4, 0.02, 100
+"""First learning rate of the second part, the fraction of it at the end, and steps over which it rises."""
+CLIP = 1.0
+"""Largest norm of a gradient."""
+WORSE = 0.8
+"""Return to the best model if the score on `dev` falls below this fraction of its own."""
+LEAST, MOST_FALLS = 0.3, 3
+"""Stop if the first part ends with a lower score on `dev`, or if that of the second has fallen so often."""
+AHEAD = 4
+"""Batches that are drawn in one pass."""
+LOG_EVERY = 100
+RESERVE = 8.0
+"""Seconds at the end of the time limit."""
+
+
+FACTS = {
+    "name": "carl-2d",
+    "version": "1",
+    "intensities": "0 to 1",
+    "training": "experiments/base/two_d.py, in changed contrasts, with labels and true maps in the loss; "
+    "see experiments/LEDGER.md",
+    "data": "DRIVE vessel segmentations (11 retinas), slices of OASIS brain MRI with Neuromorphometrics labels (12 "
+    "subjects), of IBSR brain MRI with its labels (11), of SynthSeg's label maps of heads (17), of BTCV abdominal CT "
+    "with its labels (17), of CHAOS abdominal MRI with its labels (8), of ACDC cine MRI of hearts with its labels (27 "
+    "patients), of MSD hippocampus MRI with its labels (22) and of lung CT of the plastimatch and elastix projects "
+    "(one pair each), and random procedural anatomy",
+    "licence": "for research use only; trained on data under CC BY-NC (OASIS with Neuromorphometrics labels), CC "
+    "BY-NC-SA 4.0 (CHAOS, ACDC), CC BY-SA 4.0 (MSD), research terms (DRIVE, IBSR, BTCV), Apache-2.0 (SynthSeg, "
+    "elastix) and free terms (plastimatch)",
+}
+"""What the model file states about itself."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +160,18 @@ def main() -> None:
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="continue from this model file, with the second part alone")
-    parser.add_argument("--seconds", type=float, default=240.0, help="time limit of this call")
-    parser.add_argument("--matching", type=int, default=2000, help="steps of the first part")
-    parser.add_argument("--matching-rate", type=float, default=1e-3, help="learning rate of the first part")
-    parser.add_argument("--steps", type=int, help="steps of the second part; by default as many as fit into --seconds")
-    parser.add_argument("--rate", type=float, default=4e-4, help="learning rate of the second part")
-    parser.add_argument("--final-rate", type=float, default=5e-6, help="final learning rate of its cosine schedule")
-    parser.add_argument("--frozen", type=float, default=0.3, help="share of these steps in which the encoder is frozen")
+    parser.add_argument("--seconds", type=float, default=200.0, help="time limit of this call")
+    parser.add_argument("--steps", type=int, nargs=2, help="steps of the two parts, instead of shares of --seconds")
+    parser.add_argument("--rate", type=float, default=RATE, help="first learning rate of the second part")
     parser.add_argument("--changed", type=float, default=0.35, help="share of input images in a random contrast")
     parser.add_argument("--counts", type=json.loads, default={}, help="numbers that replace those of COUNTS, as JSON")
-    parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
+    parser.add_argument("--weights", type=json.loads, default={}, help="weights that replace those of WEIGHTS, as JSON")
+    parser.add_argument("--clip", type=float, default=CLIP, help="largest norm of a gradient")
     parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--downs", type=int, default=DOWNS)
     parser.add_argument("--width", type=int, default=WIDTH, help="width of the encoder, to try the script")
-    parser.add_argument("--validate-every", type=int, default=1000)
-    parser.add_argument("--no-graphs", action="store_true", help="do not replay steps as CUDA graphs")
+    parser.add_argument("--validate-every", type=int, default=500)
     parser.add_argument("--score", type=Path, metavar="MODEL", help="score this model; do not train")
-    parser.add_argument("--measure", action="store_true", help="time training steps; do not train")
     parser.add_argument("--retinas", type=int, help="score only N test retinas, to try the script")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="unknown")
@@ -159,100 +191,28 @@ def main() -> None:
     }
     if arguments.score is not None:
         model = load(arguments.score, device=device)
-        report = about | {"model": arguments.score.name, "dev": data.evaluate(model)}
+        report = about | {"model": arguments.score.name, "dev": data.evaluate(model, optimized=True)}
         report["test"] = data.test(model, arguments.retinas)
         write(report, out / "scores.json")
         return
-
     torch.manual_seed(arguments.seed)
     if arguments.model is not None:
         model = load(arguments.model, device=device)
     else:
-        model = carl(2, 3, width=arguments.width, unet_down=DOWN, unet_up=UP).to(device)
+        model = network(arguments.width, arguments.downs).to(device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {data}", flush=True)
-    if arguments.measure:
-        write(about | measure(model, data, arguments.label_weight), out / "speed.json")
-        return
-
-    def on_dev(model: RegistrationAlgorithm) -> float:
-        start, scores = time.monotonic(), data.evaluate(model)
-        mean = float(np.mean([score["dice"] for score in scores.values()]))
-        short = {name: round(score["dice"], 4) for name, score in scores.items()}
-        print(f"dev {mean:.4f} ({time.monotonic() - start:.1f} s)", short, flush=True)
-        return mean
-
-    clock: dict[int, float] = {}
-
-    def show(progress: Progress) -> None:
-        clock[progress.step] = progress.seconds
-        if progress.step % 500 == 0 or progress.step <= WARM_UP:
-            parts = ", ".join(f"{k} {v:.4f}" for k, v in progress.losses.items())
-            print(f"step {progress.step} ({progress.seconds:.0f} s): {parts}, folds {progress.folds:.1f} %", flush=True)
-
-    def run(model: RegistrationAlgorithm, stage: Stage, folder: Path) -> RegistrationAlgorithm:
-        return train(
-            model,
-            lambda generator: data.draw(generator, FAR).batch(),
-            [stage],
-            out=folder,
-            seed=arguments.seed,
-            validate=on_dev,
-            validate_every=arguments.validate_every,
-            save_every=arguments.validate_every,
-            log_every=50,
-            seconds=max(arguments.seconds - (time.monotonic() - began), 0),
-            graphs=False if arguments.no_graphs else None,
-            callback=show,
-        )
-
-    matched = out / "matched.safetensors"
-    if arguments.model is None and matched.exists():
-        model = load(matched, device=device)
-    elif arguments.model is None:
-        match(model, data, arguments.matching, arguments.matching_rate, arguments.seed, out / "matching.jsonl")
-        save(model, matched)
-        on_dev(first_step(model).eval())
-    rate, weight = arguments.rate, arguments.label_weight
-    attention(model).requires_grad_(False)
-    model = run(model, Stage(WARM_UP, warm_up=50, learning_rate=rate, label_weight=weight), out / "start")
-    plan = out / "plan.json"
-    if not plan.exists():
-        left = arguments.seconds - (time.monotonic() - began) - 10  # for the last validations
-        if arguments.steps is None and not {WARM_UP // 2, WARM_UP} <= clock.keys():
-            parser.error("expected --steps: the speed is measured only if the second part begins in this call")
-        steps = arguments.steps or int(0.95 * left * (WARM_UP / 2) / (clock[WARM_UP] - clock[WARM_UP // 2]))
-        plan.write_text(json.dumps({"steps": max(steps, 1)}) + "\n")
-    steps = json.loads(plan.read_text())["steps"]
-    print(f"{steps} steps after {time.monotonic() - began:.0f} s", flush=True)
-    frozen = int(arguments.frozen * steps)
-    if frozen:
-        attention(model).requires_grad_(False)
-        stage = Stage(frozen, learning_rate=rate, final_learning_rate=rate / 10, label_weight=weight)
-        model = run(model, stage, out / "frozen")
-    attention(model).requires_grad_(True)
-    stage = Stage(
-        steps - frozen,
-        warm_up=50,
-        learning_rate=rate / 10,
-        final_learning_rate=arguments.final_rate,
-        label_weight=weight,
-    )
-    model = run(model, stage, out / "run")
-    final = on_dev(model)
-    best = out / "run" / "best.safetensors"
-    if best.exists():
-        candidate = load(best, device=device)
-        if (score := on_dev(candidate)) > final:
-            model, final = candidate, score
-    facts = {"name": "carl-2d", "grid": f"{arguments.side} {arguments.side}"}
-    save(model, out / "model.safetensors", dtype=torch.float16, metadata=facts)
-    parts = (out / "matching.jsonl", *(out / part / "log.jsonl" for part in ("start", "frozen", "run")))
-    (out / "log.jsonl").write_text("".join(part.read_text() for part in parts if part.exists()))
-    size = (out / "model.safetensors").stat().st_size / 2**20
-    kept = ("matching", "rate", "final_rate", "frozen", "changed", "label_weight")
+    kept = ("seconds", "steps", "rate", "changed", "clip", "side", "downs", "width")
     settings = {name: getattr(arguments, name) for name in kept}
-    settings |= {"steps": steps, "far": asdict(FAR), "counts": data.counts}
-    write(about | {"dev_mean": final, "model_mib": round(size, 3), "settings": settings}, out / "trained.json")
+    settings |= {"weights": WEIGHTS | arguments.weights, "far": asdict(FAR), "counts": data.counts}
+    Training(model, data, arguments, about | {"settings": settings}, began).run()
+
+
+def network(width: int, downs: int) -> RegistrationAlgorithm:
+    """TwoStep{Down{TwoStep{Down{TwoStep{Down{Ξθ}, Ψ1}}, Ψ2}}, Ψ3} for three `downs`."""
+    model: RegistrationAlgorithm = CoordinateAttention(Encoder(2, 1, width))
+    for _ in range(downs):
+        model = TwoStep(Downsample(model), PredictDisplacement(UNet(2, 1, DOWN, UP)))
+    return model
 
 
 def write(report: dict[str, Any], path: Path) -> None:
@@ -260,122 +220,205 @@ def write(report: dict[str, Any], path: Path) -> None:
     print(json.dumps(report), flush=True)
 
 
-def measure(model: RegistrationAlgorithm, data: Pictures, label_weight: float) -> dict[str, float]:
-    """Milliseconds of a training step alone and of drawing a batch alone."""
-    on_gpu = data.device.type == "cuda"
-    count, warm = (100, 20) if on_gpu else (2, 1)
-    step = TrainingStep(model.train(), Stage(1, label_weight=label_weight), device=data.device)
-    batch = data.draw(torch.Generator().manual_seed(0), FAR).batch()
-
-    def milliseconds(work: Callable[[int], object]) -> float:
-        began = 0.0
-        for number in range(warm + count):
-            if number == warm:
-                if on_gpu:
-                    torch.cuda.synchronize()
-                began = time.monotonic()
-            work(number)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return 1000 * (time.monotonic() - began) / count
-
-    return {
-        "step_ms": milliseconds(lambda number: step(batch, 1e-6, number)),
-        "drawing_ms": milliseconds(lambda number: data.draw(torch.Generator().manual_seed(number), FAR).batch()),
-    }
+# ---- training -------------------------------------------------------------------------------------------------------
 
 
-# ---- matching positions ---------------------------------------------------------------------------------------------
+class Training:
+    """Both parts of the training, with the best model on `dev` in `out` at all times."""
+
+    def __init__(
+        self,
+        model: RegistrationAlgorithm,
+        data: Pictures,
+        arguments: argparse.Namespace,
+        about: dict[str, Any],
+        began: float,
+    ) -> None:
+        self.model, self.data, self.arguments, self.about, self.began = model, data, arguments, about, began
+        self.best, self.weights = 0.0, about["settings"]["weights"]
+        self.out: Path = arguments.out
+        (self.out / "log.jsonl").unlink(missing_ok=True)
+
+    def run(self) -> None:
+        parts = self.arguments.steps or (None, None)
+        seconds = self.arguments.seconds - RESERVE
+        if self.arguments.model is None:
+            step: KnownStep = Matching(first_step(self.model), self.data.device, self.weights, self.arguments.clip)
+            self.train(step, 0, MATCHING_RATE, parts[0], MATCHING * seconds)
+            if self.validate(0, 0) < LEAST:  # the refinements change nothing yet
+                raise SystemExit(f"the first part ended below {LEAST} on dev")
+        step = Registering(self.model, self.data.device, self.weights, self.arguments.clip)
+        self.train(step, 1, self.arguments.rate, parts[1], seconds)
+        print(f"best on dev: {self.best:.4f}, {time.monotonic() - self.began:.0f} s", flush=True)
+
+    def train(self, step: KnownStep, part: int, rate: float, steps: int | None, until: float) -> None:
+        """Train for so many steps, or until so many seconds after the beginning; the rate falls along a half-cosine."""
+        begun, number, done, falls = time.monotonic() - self.began, 0, 0.0, 0
+        while done < 1:
+            if number % AHEAD == 0:
+                generator = torch.Generator().manual_seed((self.arguments.seed * 10 + part) * 10**7 + number)
+                drawn = self.data.draw(generator, FAR, AHEAD, same=part == 0).split(AHEAD)
+            cosine = FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * done))
+            loss = step.on(drawn[number % AHEAD], rate * cosine * min(1.0, (number + 1) / WARM_UP), number)
+            number += 1
+            seconds = time.monotonic() - self.began
+            done = number / steps if steps is not None else (seconds - begun) / (until - begun)
+            if number % LOG_EVERY == 0 or done >= 1:
+                self.log({"part": part, "step": number, "seconds": round(seconds, 1), **step.floats(loss)})
+            if part == 1 and (number % self.arguments.validate_every == 0 or done >= 1):
+                best = self.best
+                if self.validate(part, number) < WORSE * best:
+                    print("back to the best model, at half the rate", flush=True)
+                    self.model.load_state_dict(load(self.out / "model.safetensors").state_dict())
+                    step.forget()
+                    rate, falls = rate / 2, falls + 1
+                    if falls == MOST_FALLS:
+                        return
+                self.model.train()
+
+    def validate(self, part: int, number: int) -> float:
+        """Mean Dice on `dev`; the model is saved if it is the best so far."""
+        scores = self.data.evaluate(self.model.eval())
+        mean = float(np.mean([score["dice"] for score in scores.values()]))
+        short = {name: round(score["dice"], 4) for name, score in scores.items()}
+        self.log({"part": part, "step": number, "dev": mean, **short, "folds": scores["brain"]["folds"]})
+        if mean > self.best:
+            self.best = mean
+            grid = {"grid": f"{self.data.side} {self.data.side}"}
+            save(self.model, self.out / "model.safetensors", dtype=torch.float16, metadata=FACTS | grid)
+            size = (self.out / "model.safetensors").stat().st_size / 2**20
+            report = self.about | {"dev": scores, "dev_mean": mean, "step": number, "model_mib": round(size, 3)}
+            (self.out / "trained.json").write_text(json.dumps(report, indent=2) + "\n")
+        return mean
+
+    def log(self, entry: dict[str, Any]) -> None:
+        print(json.dumps(entry), flush=True)
+        with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
-def match(model: RegistrationAlgorithm, data: Pictures, steps: int, rate: float, seed: int, log: Path) -> None:
-    """Train the encoder alone to match positions."""
-    xi = attention(model)
-    optimizer = torch.optim.Adam(xi.parameters(), lr=rate, fused=True)
-    stage = Stage(steps, warm_up=50, learning_rate=rate, final_learning_rate=rate / 50)
-    began = time.monotonic()
-    xi.train()
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        for group in optimizer.param_groups:
-            group["lr"] = stage.rate(step)
-        optimizer.zero_grad(set_to_none=True)
-        drawn = data.draw(generator, FAR, known=True)
-        loss = matching_loss(xi, drawn, generator)
-        (loss + SMOOTH * map_loss(xi, drawn)).backward()
-        optimizer.step()
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            entry = {"matching": step + 1, "loss": float(loss.detach()), "seconds": round(time.monotonic() - began, 1)}
-            if (step + 1) % 500 == 0 or step + 1 == steps:
-                entry |= errors(first_step(model), data)
-            print(entry, flush=True)
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+class KnownStep(TrainingStep, ABC):
+    """A training step, captured as a CUDA graph, that compares maps with true ones and limits the gradient's norm."""
+
+    norm: Tensor
+    apart: Tensor  # mean distance from the true map, in voxels of Ξθ's grid
+
+    def __init__(
+        self, model: RegistrationAlgorithm, device: torch.device, weights: dict[str, float], clip: float
+    ) -> None:
+        super().__init__(model.train(), Stage(1), device=device)
+        self.weights, self.clip = weights, clip
+
+    def on(self, drawn: Drawn, rate: float, seed: int) -> Loss:
+        """Train on a batch."""
+        return self.launch(tuple(drawn), rate, seed)
+
+    @abstractmethod
+    def loss(self, drawn: Drawn) -> Loss: ...
+
+    def _run(self, inputs: Inputs) -> Loss:
+        self.optimizer.zero_grad(set_to_none=True)
+        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        before = torch._foreach_add(statistics, 0)
+        loss = self.loss(Drawn(*inputs))  # type: ignore[arg-type]
+        loss.total.backward()
+        return self._update(loss, statistics, before)
+
+    def _update(self, loss: Loss, statistics: list[Tensor], before: Sequence[Tensor]) -> Loss:
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip).detach()
+        return super()._update(loss, statistics, before)
+
+    def forget(self) -> None:
+        """Forget the gradients so far, in place, since a graph may have been captured."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def floats(self, loss: Loss) -> dict[str, float]:
+        own = {"apart": float(self.apart), "norm": float(self.norm), "folds": self.folds()}
+        return {name: round(value, 5) for name, value in (loss.floats() | own | {"skipped": int(self.skipped)}).items()}
+
+    def compare(self, points: Tensor, truth: Tensor, known: Tensor, unit: float) -> Tensor:
+        """Mean distance of the points from the true ones, in multiples of `unit`, where the truth is known."""
+        away = F.smooth_l1_loss(points / unit, truth / unit, reduction="none", beta=0.1)
+        return (known[..., None] * away).sum() / known.sum().clamp(min=1)
 
 
-def attention(model: RegistrationAlgorithm) -> CoordinateAttention:
-    """The first step, Ξθ, without what surrounds it."""
-    return next(part for part in model.modules() if isinstance(part, CoordinateAttention))
+class Matching(KnownStep):
+    """Train Ξθ alone to find the true positions of voxels: cross-entropy of its attention, and distance of its map."""
+
+    def loss(self, drawn: Drawn) -> Loss:
+        xi = next(part for part in self.model.modules() if isinstance(part, CoordinateAttention))
+        downs = sum(isinstance(part, Downsample) for part in self.model.modules())
+        side, coarse, content, true = drawn.truth.shape[1], drawn.inputs, drawn.targets, drawn.truth.movedim(-1, 1)
+        for _ in range(downs):
+            coarse, content, true = pool(coarse), pool(content), pool(true)
+        true = 0.5 + (true.movedim(1, -1) - 0.5) / (1 - (2**downs - 1) / (side - 1))  # in units of the coarse image
+        grid = coarse.shape[-1]
+        with mixed_precision(coarse.device):
+            features = xi.features(coarse)
+        known = drawn.known[:, None, None] * inside(true)
+        keys, queries = (xi.length * F.normalize(features.float(), dim=-1)).chunk(2)
+        asked = xi.crop(queries).flatten(1, -2)
+        shown = content.chunk(2)[1]
+        contrast = F.max_pool2d(shown, 5, 1, 2) + F.max_pool2d(-shown, 5, 1, 2)
+        weight = (known * (contrast[:, 0] > CONTENT)).flatten(1)
+        at = (true.flatten(1, 2) * (grid - 1) + xi.padding) / (keys.shape[1] - 1)
+        with mixed_precision(coarse.device):
+            logits = (asked @ keys.flatten(1, -2).mT).float()
+        right = (asked * interpolate(keys.movedim(-1, 1), at).mT).sum(dim=-1)
+        entropy = (weight * (logits.logsumexp(dim=-1) - right)).sum() / weight.sum().clamp(min=1)
+        moving, fixed = coarse.chunk(2)
+        with mixed_precision(coarse.device):
+            first, second = features.chunk(2)
+            phi = xi._attend(first, xi.crop(second), moving, fixed)
+        points = phi.on_grid_of(fixed).float()
+        self.apart = (weight * (points - true).flatten(1, 2).norm(dim=-1)).sum().detach() / weight.sum() * (grid - 1)
+        away = self.compare(points, true, known, 1 / (grid - 1))
+        wrong, bend = (points - true) * (grid - 1), points.new_zeros(())
+        for axis in (1, 2):
+            n = grid - 1
+            both = known.narrow(axis, 1, n) * known.narrow(axis, 0, n)
+            bend = bend + (both[..., None] * wrong.diff(dim=axis).square()).sum() / both.sum().clamp(min=1)
+        total = self.weights["entropy"] * entropy + self.weights["first"] * away + self.weights["slopes"] * bend
+        self.phi, self.image = phi[:1].detach(), fixed[:1]
+        return Loss(total, entropy, bend)
 
 
-def matching_loss(xi: CoordinateAttention, drawn: Drawn, generator: torch.Generator) -> Tensor:
-    """Mean cross-entropy between the attention of voxels with content and the weights of linear interpolation at their
-    true position in the moving image."""
-    coarse = pool(pool(drawn.inputs))
-    with mixed_precision(coarse.device):
-        features = xi.features(coarse)
-    keys, queries = (xi.length * F.normalize(features.float(), dim=-1)).chunk(2)
-    chosen = torch.randint(coarse.shape[2] * coarse.shape[3], (QUERIES,), generator=generator).to(coarse.device)
-    asked = xi.crop(queries).flatten(1, -2)[:, chosen]
-    truth, weight = (part.flatten(1, 2)[:, chosen] for part in drawn.coarse_truth())
-    at = (truth * (coarse.shape[-1] - 1) + xi.padding) / (keys.shape[1] - 1)
-    weight = weight * ((at > 0) & (at < 1)).all(-1)
-    right = interpolate(keys.movedim(-1, 1), at).mT
-    with mixed_precision(keys.device):
-        logits = asked @ keys.flatten(1, -2).mT
-    loss = logits.float().logsumexp(dim=-1) - (asked * right).sum(dim=-1)
-    return (weight * loss).sum() / weight.sum().clamp(min=1)
+class Registering(KnownStep):
+    """Train the whole network with GradICON, labels and true maps."""
+
+    def loss(self, drawn: Drawn) -> Loss:
+        (moving, fixed), truth = drawn.inputs.chunk(2), drawn.truth
+        with mixed_precision(moving.device):
+            maps = self.model.both(moving, fixed)
+        grid = voxel_points(fixed)
+        fields = [DisplacementField((phi.on_grid_of(fixed).float() - grid).movedim(-1, 1)) for phi in maps]
+        moving_target, fixed_target = drawn.targets.chunk(2)
+        moving_labels, fixed_labels = drawn.labels.float().chunk(2)
+        loss = registration_loss(
+            fields[0],
+            fields[1],
+            moving_target,
+            fixed_target,
+            weight=self.weights["gradicon"],
+            generator=self.generator,
+            labels=(moving_labels, fixed_labels),
+            label_weight=self.weights["labels"],
+        )
+        known = drawn.known[:, None, None] * inside(truth)
+        points, unit = fields[0].on_grid_of(fixed), 8 / (truth.shape[1] - 1)
+        self.apart = (known * (points - truth).norm(dim=-1)).sum().detach() / known.sum() / unit
+        away = self.compare(points, truth, known, unit)
+        away = away + self.compare(fields[1](truth), grid.expand_as(truth), known, unit)
+        total = loss.total + self.weights["map"] * away
+        self.phi, self.image = fields[0][:1].detach(), fixed[:1]
+        return Loss(total, loss.similarity, loss.regularity, loss.label_loss)
 
 
-def map_loss(xi: CoordinateAttention, drawn: Drawn) -> Tensor:
-    """Mean distance in voxels between Ξθ's map on the coarse grid and the true one, and the mean squared difference of
-    their slopes, where the true position lies in the moving image."""
-    coarse = pool(pool(drawn.inputs))
-    moving, fixed = coarse.chunk(2)
-    with mixed_precision(coarse.device):
-        points = xi.transform(moving, fixed).on_grid_of(fixed).float()
-    truth, _ = drawn.coarse_truth()
-    inside = ((truth > 0) & (truth < 1)).all(-1)[..., None].float()
-    wrong = (points - truth) * (coarse.shape[-1] - 1)
-    loss = (inside * F.smooth_l1_loss(wrong, torch.zeros_like(wrong), reduction="none")).sum() / inside.sum()
-    for axis in (1, 2):
-        n = wrong.shape[axis] - 1
-        both = inside.narrow(axis, 1, n) * inside.narrow(axis, 0, n)
-        loss = loss + (both * wrong.diff(dim=axis).square()).sum() / both.sum()
-    return loss
-
-
-@torch.no_grad()
-def errors(xi: RegistrationAlgorithm, data: Pictures) -> dict[str, float]:
-    """Median distance of Ξθ's matches from the true positions, in voxels of its coarse grid, and its folds in per cent,
-    on one batch."""
-    drawn = data.draw(torch.Generator().manual_seed(0), FAR, known=True)
-    moving, fixed = drawn.inputs.chunk(2)
-    was = xi.training
-    with mixed_precision(data.device):
-        phi = xi.eval()(moving, fixed)
-    points, folds = phi.on_grid_of(fixed), folding(phi, fixed)
-    xi.train(was)
-    truth, weight = drawn.coarse_truth()
-    found = to_coarse(pool(pool(points.movedim(-1, 1).float())), drawn.inputs.shape[-1]).movedim(1, -1)
-    apart = ((found - truth) * (truth.shape[1] - 1)).norm(dim=-1)
-    return {"median_error_in_voxels": float(apart[weight > 0].median()), "folds": folds}
-
-
-def to_coarse(points: Tensor, side: int) -> Tensor:
-    """Unit coordinates of an image of this side as those of the image pooled twice, whose outermost voxel centres lie
-    inside the image's."""
-    return 0.5 + (points - 0.5) / (1 - 3 / (side - 1))
+def inside(points: Tensor) -> Tensor:
+    """1 for points (..., 2) within the image, else 0."""
+    return ((points > 0) & (points < 1)).all(-1).float()
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------------------
@@ -387,23 +430,14 @@ class Drawn(NamedTuple):
     inputs: Tensor  # (2n, 1, side, side), like `targets`, the images for the loss
     targets: Tensor
     labels: Tensor  # (2n, STRUCTURES, side, side) with 0 and 1
-    points: Tensor  # (2n, side, side, 2), positions in the source images
-    matrix: Tensor  # (2n, 2, 3), the affine part of `points`
+    truth: Tensor  # (n, side, side, 2): where the voxels of the fixed image lie in the moving one
+    known: Tensor  # (n,): 1 for pairs of the same source, whose `truth` this is, else 0
 
-    def batch(self) -> Batch:
-        (moving, fixed), (moving_target, fixed_target), (moving_labels, fixed_labels) = (
-            part.chunk(2) for part in (self.inputs, self.targets, self.labels)
-        )
-        return Batch(moving, fixed, moving_labels, fixed_labels, moving_target, fixed_target)
-
-    def coarse_truth(self) -> tuple[Tensor, Tensor]:
-        """Where the voxels of the fixed images, pooled twice, lie in the moving ones, in unit coordinates of the pooled
-        images, (n, *coarse, 2); and 1 where there is content, else 0, (n, *coarse). For pairs with a known map."""
-        source = pool(pool(self.points.chunk(2)[1].movedim(-1, 1))).movedim(1, -1)
-        truth = to_coarse(Affine(self.matrix.chunk(2)[0]).inverse()(source), self.points.shape[1])
-        image = pool(pool(self.targets.chunk(2)[1]))
-        contrast = F.max_pool2d(image, 5, 1, 2) + F.max_pool2d(-image, 5, 1, 2)
-        return truth, (contrast[:, 0] > CONTENT).float()
+    def split(self, batches: int) -> list[Drawn]:
+        """The same as so many batches."""
+        images = (part.unflatten(0, (2, batches, -1)).unbind(1) for part in self[:3])
+        parts = [[batch.flatten(0, 1) for batch in part] for part in images]
+        return [Drawn(*part) for part in zip(*parts, *(part.chunk(batches) for part in self[3:]), strict=True)]
 
 
 class Pictures:
@@ -448,25 +482,28 @@ class Pictures:
     def __repr__(self) -> str:
         return f"{len(self.groups['retina', False])} retinas for training, {len(self.images)} sources in all"
 
-    def draw(self, generator: torch.Generator, spread: Spread, known: bool = False) -> Drawn:
-        """A batch with `counts` pairs of each kind. If their maps are to be `known`, both images of a pair have the
-        same source, and only the fixed one is deformed."""
+    def draw(self, generator: torch.Generator, spread: Spread, batches: int, *, same: bool) -> Drawn:
+        """Batches with `counts` pairs of each kind, in which both images have the `same` source if that is wanted. Only
+        the fixed one is then deformed, so that the map between them is known."""
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        kinds = [kind for kind, count in self.counts.items() for _ in range(count)]
-        pairs, count, retinas = [self._choose(generator, kind) for kind in kinds], len(kinds), kinds.count("retina")
-        if known:
+        kinds = [kind for kind, count in self.counts.items() for _ in range(count)] * batches
+        pairs, count = [self._choose(generator, kind) for kind in kinds], len(kinds)
+        if same:
             pairs = [(first, first) for first, _ in pairs]
+        known = torch.tensor([float(first == second) for first, second in pairs])
+        retinas = torch.tensor([number for number, kind in enumerate(kinds) if kind == "retina"], dtype=torch.long)
         strength = 0.3 + 0.7 * torch.rand(2, count, generator=generator)
-        strength[0] *= 0.0 if known else 0.6 * flip(count, 0.5, generator)
-        strength[1, :retinas] = 1.0
-        strength *= torch.tensor([first == second for first, second in pairs])  # subjects differ as they are
+        strength[0] = 0.0
+        strength[1, retinas] = 1.0
+        strength *= known  # subjects differ as they are
         matrix = place(count, spread, generator)
-        where = torch.cat([torch.arange(retinas), count + torch.arange(retinas)])
+        where = torch.cat([retinas, count + retinas])
         matrix[where] = self._retina_places(matrix[where], spread, generator)
         matrix = matrix.to(self.device, non_blocking=True)
-        points = self._deformed(Affine(matrix)(self.grid), strength.flatten().to(self.device), own)
-        index = torch.tensor(pairs).T.flatten().to(self.device)
-        return Drawn(*self._views(index, points, kinds, own), points, matrix)
+        points = self._deformed(Affine(matrix)(self.grid), strength.flatten().to(self.device, non_blocking=True), own)
+        index = torch.tensor(pairs).T.flatten().to(self.device, non_blocking=True)
+        truth = Affine(matrix[:count]).inverse()(points[count:])
+        return Drawn(*self._views(index, points, kinds, own), truth, known.to(self.device, non_blocking=True))
 
     def _choose(self, generator: torch.Generator, kind: str) -> tuple[int, int]:
         """Numbers of the moving and the fixed source of a pair."""
@@ -514,7 +551,7 @@ class Pictures:
         count, both = len(kinds), 2 * kinds
 
         def numbers(*wanted: str) -> Tensor:
-            return torch.tensor([n for n, kind in enumerate(both) if kind in wanted]).to(self.device)
+            return torch.tensor([n for n, kind in enumerate(both) if kind in wanted]).to(self.device, non_blocking=True)
 
         def chance(count: int, share: float) -> Tensor:
             return torch.rand(count, 1, 1, 1, generator=own, device=self.device) < share
@@ -540,56 +577,78 @@ class Pictures:
 
     # ---- scores ----
 
-    def evaluate(self, model: RegistrationAlgorithm) -> dict[str, dict[str, float]]:
-        """Mean Dice of every kind of pair of `dev`."""
+    def evaluate(self, model: RegistrationAlgorithm, *, optimized: bool = False) -> dict[str, dict[str, float]]:
+        """Mean Dice of each kind of pair of `dev`; if `optimized`, also after optimisation, and in another contrast."""
         scores = {}
-        for name, pairs in self.dev.items():
-            index = torch.arange(len(pairs), device=self.device)
-            moving, fixed = pairs.at(index)
-            phi = self.register(model, moving, fixed)
-            scores[f"retina {name}"] = mean_dice(
-                moving > VESSEL, fixed > VESSEL, warp(moving, phi, like=fixed) > VESSEL
-            )
+        for variant, pairs in self.dev.items():
+            moving, fixed = pairs.at(torch.arange(len(pairs), device=self.device))
+            scores[f"retina {variant}"] = self._score(model, moving, fixed, vessels(moving, fixed), optimized)
         for name in ("brain", "abdomen", "abdomen_mr", "cardiac"):
             pairs = [pair for group in self.groups[name, True] for pair in itertools.permutations(group, 2)]
             chosen = random.Random(0).sample(pairs, min(len(pairs), 40))
             first, second = (torch.tensor(numbers).to(self.device) for numbers in zip(*chosen, strict=True))
             moving, fixed = (self.images[index].float() / 255 for index in (first, second))
-            labels = self.labels[first].float()
-            phi = self.register(model, moving, fixed)
-            warped = warp(labels, phi, like=fixed, mode="nearest")
-            scores[name] = mean_dice(*(one_hot(part) > 0 for part in (labels, self.labels[second].float(), warped)))
+            measure = structures(self.labels[first].float(), self.labels[second].float())
+            scores[name] = self._score(model, moving, fixed, measure, optimized)
+            if optimized:
+                changed = self._score(model, other_contrast(moving), fixed, measure, optimized, "lncc2")
+                scores[f"{name}, other contrast"] = changed
         return scores
 
     def test(self, model: RegistrationAlgorithm, retinas: int | None) -> dict[str, dict[str, float]]:
         """Mean Dice of the vessels on the test pairs of each variant, of the network alone and optimised."""
         scores = {}
         for variant in VARIANTS:
-            pairs = build(self.test_retinas[:retinas], variant, seed=1)
-            rows = []
+            pairs, rows = build(self.test_retinas[:retinas], variant, seed=1), []
             for index in torch.arange(len(pairs), device=self.device).split(40):
                 moving, fixed = pairs.at(index)
-                row: dict[str, float] = {"pairs": len(index)}
-                for name, steps in (("dice", 0), ("dice_optimized", None)):
-                    phi = self.register(model, moving, fixed, steps)
-                    score = mean_dice(moving > VESSEL, fixed > VESSEL, warp(moving, phi, like=fixed) > VESSEL)
-                    row |= {name: score["dice"], "before": score["before"]}
-                    row[name.replace("dice", "folds")] = folding(phi, fixed)
-                rows.append(row)
+                rows.append(self._score(model, moving, fixed, vessels(moving, fixed), True))
             total = sum(row["pairs"] for row in rows)
             scores[variant] = {key: sum(row[key] * row["pairs"] for row in rows) / total for key in rows[0]}
             scores[variant]["pairs"] = total
             print(variant, scores[variant], flush=True)
         return scores
 
-    def register(self, model: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, steps: int | None = 0) -> Transform:
-        """The network's result for images stretched to its grid, optimised if `steps` is not 0; None is the default."""
-        moving, fixed = (resize(image, (self.side, self.side)) for image in (moving, fixed))
+    def _score(
+        self,
+        model: RegistrationAlgorithm,
+        moving: Tensor,
+        fixed: Tensor,
+        measure: Measure,
+        optimized: bool,
+        similarity: str = "lncc",
+    ) -> dict[str, float]:
+        """Mean Dice and folds, for images stretched to the network's grid, of the network alone and, if `optimized`,
+        with the default optimisation of the fields."""
+        small = [resize(image, (self.side, self.side)) for image in (moving, fixed)]
         with torch.no_grad(), mixed_precision(self.device):
-            both = model.both(moving, fixed)
-        if steps == 0:
-            return both[0]
-        return optimize_fields(*both, moving, fixed, steps=FIELD_STEPS if steps is None else steps).transform
+            both = model.both(*small)
+        row: dict[str, float] = {"pairs": len(fixed), **measure(both[0]), "folds": folding(both[0], fixed)}
+        if optimized:
+            phi = optimize_fields(*both, *small, steps=FIELD_STEPS, similarity=similarity).transform
+            row |= {"dice_optimized": measure(phi)["dice"], "folds_optimized": folding(phi, fixed)}
+        return row
+
+
+Measure = Callable[[Transform], dict[str, float]]
+"""Mean Dice of a batch, before and after."""
+
+
+def vessels(moving: Tensor, fixed: Tensor) -> Measure:
+    return lambda phi: mean_dice(moving > VESSEL, fixed > VESSEL, warp(moving, phi, like=fixed) > VESSEL)
+
+
+def structures(moving: Tensor, fixed: Tensor) -> Measure:
+    def measure(phi: Transform) -> dict[str, float]:
+        maps = (moving, fixed, warp(moving, phi, like=fixed, mode="nearest"))
+        return mean_dice(*(one_hot(part) > 0 for part in maps))
+
+    return measure
+
+
+def other_contrast(image: Tensor) -> Tensor:
+    """Bright intensities become darker than those of the middle, by a smooth curve; training has others, of lines."""
+    return torch.sin(3 * image)
 
 
 def place(count: int, spread: Spread, generator: torch.Generator) -> Tensor:

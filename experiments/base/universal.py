@@ -148,6 +148,9 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=0.3, help="share of pairs with empty space around the scans")
     parser.add_argument("--bent", type=float, default=0.6, help="share of images to deform at random")
     parser.add_argument("--label-weight", type=float, default=1.0, help="weight of the overlap of the training labels")
+    parser.add_argument("--weight", type=float, default=1.5, help="λ, the weight of the regulariser")
+    parser.add_argument("--window", type=float, help="standard deviation of LNCC's windows in voxels (default: 4)")
+    parser.add_argument("--across", type=float, default=0.15, help="share of pairs of hearts of two patients")
     parser.add_argument("--thin", type=float, default=0.2, help="share of batches on the grid for few slices")
     parser.add_argument("--fine", type=float, default=0.0, help="share of batches of half the pairs on the finer grid")
     parser.add_argument("--passes", type=int, default=1, help="passes of the network, but for one on the finer grid")
@@ -167,6 +170,7 @@ def main() -> None:
     data = Mixture(arguments.packs, device, {"thin": arguments.thin, "fine": arguments.fine})
     data.changed, data.cropped, data.room = arguments.changed, arguments.cropped, arguments.room
     data.synthetic, data.bent, data.passes = arguments.synthetic, arguments.bent, arguments.passes
+    data.across = arguments.across
     arguments.out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "commit": arguments.commit,
@@ -190,6 +194,8 @@ def main() -> None:
         warm_up=100,
         learning_rate=arguments.rate,
         final_learning_rate=arguments.final_rate,
+        weight=arguments.weight,
+        window=arguments.window,
         label_weight=arguments.label_weight,
         passes=arguments.passes,
         once_above=math.prod(GRIDS["fine"]) - 1,
@@ -231,7 +237,7 @@ def main() -> None:
         if (score := on_dev(candidate)) > final:
             model, final = candidate, score
     print(f"dev {start:.4f} before, {final:.4f} after", flush=True)
-    facts = {"name": "carl-base", "grid": "96 96 96", "thin_grid": "160 160 32"}
+    facts = {"name": "carl-base", "grid": "96 96 96", "thin_grid": "160 160 32", "fine_grid": "128 128 128"}
     save(model, arguments.out / "model.safetensors", dtype=torch.float16, metadata=facts)
 
 
@@ -328,7 +334,7 @@ class Pair:
 class Mixture:
     """Packed volumes on the device, drawn as pairs for training and as labelled pairs for scoring."""
 
-    synthetic, changed, cropped, room, shift, bent = 0.0, 0.5, 0.0, 0.0, 0.08, 0.0
+    synthetic, changed, cropped, room, shift, bent, across = 0.0, 0.5, 0.0, 0.0, 0.08, 0.0, 0.15
     passes = 1
 
     def __init__(self, paths: list[Path], device: torch.device, shares: dict[str, float]) -> None:
@@ -535,7 +541,7 @@ class Mixture:
             keys, compare = some(kind, 2), "structures"
         elif kind == "brain_ibsr" and chance(0.4) and ("brain", "train") in self.names:
             keys, labels = some(kind) + some("brain"), None  # type: ignore[assignment]
-        elif kind in WITHIN and (kind == "lung" or chance(0.85)):
+        elif kind in WITHIN and (kind == "lung" or not chance(self.across)):
             keys, within = self._twice(kind, some(kind)[0]), True
         else:
             keys = some(kind, 2)
