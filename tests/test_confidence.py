@@ -23,15 +23,18 @@ from carlreg.confidence.calibration import (
     Calibration,
     Linear,
     Steps,
+    Typical,
     auroc,
     fit_isotonic,
     fit_log_linear,
     fit_logistic,
+    read_calibration,
 )
 from carlreg.confidence.error_map import error_map
 from carlreg.confidence.evidence import Evidence
 from carlreg.confidence.gather import Gathered
 from carlreg.confidence.verdict import Circumstances, find_calibration, judge
+from carlreg.errors import InputError
 from carlreg.explain import Inside
 from carlreg.files import images
 from carlreg.files.checksums import sha256
@@ -146,6 +149,62 @@ def test_agreement_is_the_sign_of_contrast() -> None:
     assert measure.similarity(1 - fixed, fixed, inner[0, 0]).agreement < -0.95
 
 
+def test_drift_is_that_of_the_shift_and_large_where_nothing_shows() -> None:
+    fixed = body(side=48)
+    size = [94.0] * 3  # voxels of 2 mm
+    windows = measure.Windows(fixed)
+    right = windows.median(windows.drift(fixed, size))
+    shifted = [windows.median(windows.drift(fixed.roll(n, 2), size)) for n in (1, 2)]
+    assert right < shifted[0] < shifted[1]
+    assert shifted[1] == pytest.approx(4.0, abs=2.0)
+    inverted = torch.where(fixed > 0.03, 1.3 - fixed, 0)
+    assert windows.median(windows.drift(inverted, size)) < shifted[0]
+    noise = torch.rand(fixed.shape, generator=torch.Generator().manual_seed(1))
+    assert windows.median(windows.drift(noise, size)) > shifted[1]
+    flat = measure.Windows(torch.full_like(fixed, 0.5)).drift(torch.full_like(fixed, 0.5), size)
+    even = math.sqrt(3 * np.mean([n * n for n in range(-measure.SLIDES, measure.SLIDES + 1)])) * 2
+    assert float(flat[24, 24, 24]) == pytest.approx(even, rel=1e-3)  # every shift is as likely
+
+
+def test_intensities_tell_of_one_another_in_the_right_alignment_alone() -> None:
+    fixed = body(side=48)
+    windows = measure.Windows(fixed)
+    other = torch.where(fixed > 0.03, (6 * fixed).sin().abs(), 0)  # a contrast without any order
+    assert windows.information(fixed) == pytest.approx(1.0)
+    assert windows.information(other) > 0.4
+    for wrong in (other.roll(6, 2), other.flip(3), body(7, 48)):
+        assert windows.information(wrong) < 0.15
+    even = torch.randint(0, 2, (1, 1, 64, 64, 64), generator=torch.Generator().manual_seed(0)).float()
+    everywhere = torch.ones_like(even, dtype=torch.bool)
+    assert measure.mutual_information(even, 1 - even, everywhere) == pytest.approx(math.log(2), rel=1e-3)
+    assert measure.mutual_information(even, even.roll(1, 2), everywhere) == pytest.approx(0, abs=1e-3)
+
+
+def test_opinions_are_compared_with_their_mean() -> None:
+    answers = [torch.full((1, 4, 4, 4, 3), value) for value in (0.1, 0.3)]
+    scatter, apart = measure.opinions(answers, torch.full((1, 4, 4, 4, 3), 0.5), [10.0, 0.0, 0.0])
+    torch.testing.assert_close(scatter, torch.full((4, 4, 4), 1.0))
+    torch.testing.assert_close(apart, torch.full((4, 4, 4), 3.0))
+
+
+def test_features_match_at_the_right_place() -> None:
+    image = body(side=40)
+    torch.manual_seed(0)
+    inside = Inside.of(xi(width=8, length=16.0).eval(), image, image)
+    counted = measure.foreground(inside.fixed)
+    found = [
+        measure.feature_match(inside, counted, Affine.translation(torch.tensor([[n / 39, 0.0, 0.0]])), [78.0] * 3)
+        for n in (0, 4, 8)
+    ]
+    alike, drift, excess = zip(*found, strict=True)
+    assert alike[0].shape == drift[0].shape == inside.fixed.shape[2:]
+    assert float(alike[0].min()) > 0.999
+    assert float(alike[0][counted].mean()) > float(alike[1][counted].mean()) > float(alike[2][counted].mean())
+    assert excess[0] > excess[1] > excess[2]
+    assert excess[0] == pytest.approx(1, abs=1e-3)
+    assert float(drift[0][counted].median()) < float(drift[1][counted].median()) < float(drift[2][counted].median())
+
+
 def test_overlap_counts_what_the_foregrounds_share() -> None:
     inside = torch.zeros(8, 8, 8, dtype=torch.bool)
     inside[2:6] = True
@@ -244,13 +303,14 @@ def test_deformation_is_what_no_affine_map_explains() -> None:
     affine = Affine.from_parts(
         torch.tensor([[[1.2, 0.1, 0.0], [0.0, 0.9, 0.0], [0.0, 0.0, 1.0]]]), torch.tensor([[0.1, 0.0, 0.0]])
     )
-    bent, stretched = measure.deformation(affine, fixed, inside, SIZE, SIZE)
+    bent, stretched, strain = measure.deformation(affine, fixed, inside, SIZE, SIZE)
+    assert strain == pytest.approx(math.log(float(torch.linalg.svdvals(affine.linear[0]).max())), rel=1e-3)
     assert float(bent.max()) < 0.01
     assert float(stretched.max()) < 0.001
     points = voxel_points(fixed)
     wave = torch.zeros(1, 3, SIDE, SIDE, SIDE)
     wave[:, 0] = 0.02 * torch.sin(4 * math.pi * points[..., 0])  # whole waves: hardly any affine part
-    bent, stretched = measure.deformation(DisplacementField(wave), fixed, inside, SIZE, SIZE)
+    bent, stretched, _ = measure.deformation(DisplacementField(wave), fixed, inside, SIZE, SIZE)
     assert float(bent.max()) == pytest.approx(0.02 * SIZE[0], rel=0.5)
     assert float(stretched.max()) == pytest.approx(0.02 * 4 * math.pi, rel=0.25)
 
@@ -359,7 +419,7 @@ def test_reasons_name_what_is_unusual_the_strongest_first() -> None:
 
 def test_nothing_is_good_without_calibration_or_evidence() -> None:
     assert judge(gathered(), None, ABOUT, "why").reasons == ("why",)
-    for about in (replace(ABOUT, transform="rigid"), replace(ABOUT, dim=1)):
+    for about in (replace(ABOUT, transform="rigid"), replace(ABOUT, dim=1), replace(ABOUT, dim=2)):
         found = judge(gathered(), invented(odds=-9.0), about)
         assert found.verdict == "unknown"
         assert found.reasons
@@ -380,6 +440,50 @@ def test_novelty_is_the_distance_from_the_nearest_kind() -> None:
     found = judge(Gathered(gathered().evidence, {}, features), calibration, ABOUT)
     assert found.evidence["novelty"] == pytest.approx(2.0)
     assert found.evidence["kinship"] == pytest.approx(8.0)
+
+
+USUAL = Typical(
+    {"a, a": {"uncovered": 0.1}, "b, b": {"uncovered": 0.5}, "a, b": {"uncovered": 0.7}}, {"uncovered": 0.1}
+)
+
+
+def test_numbers_are_compared_with_the_usual_ones_of_the_two_kinds() -> None:
+    for pair, excess in ({("a", "a"): 5, ("b", "b"): 1, ("a", "b"): 0, ("b", "a"): 5, ("?", "b"): 1}).items():
+        assert USUAL.beyond({"uncovered": 0.6}, *pair)["beyond_uncovered"] == pytest.approx(math.log1p(excess))
+    assert math.isnan(USUAL.beyond({}, "a", "a")["beyond_uncovered"])
+    strict = linear(("beyond_uncovered",), (10.0,), -7.0)
+    kinds = {"kinds": {"a": [0.0] * 4, "b": [10.0] * 4}, "deviation": [1.0] * 4}
+    calibration = Calibration.from_json(json.loads(json.dumps(invented(failure=(strict,), **kinds).to_json())))
+    near = {kind: torch.full((4,), value) for kind, value in (("a", 1.0), ("b", 9.0))}
+    assert judge(Gathered(gathered().evidence, {}, (near["a"],) * 2), calibration, ABOUT).verdict == "unknown"
+    calibration = replace(calibration, typical=USUAL)
+    for pair, verdict in ((("a", "a"), "failed"), (("b", "b"), "doubtful"), (("a", "b"), "good")):
+        found = judge(Gathered(gathered().evidence, {}, (near[pair[0]], near[pair[1]])), calibration, ABOUT)
+        assert found.verdict == verdict
+    assert judge(gathered(), calibration, ABOUT).verdict == "unknown"  # without features
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"medians": {}}, "no medians"),
+        ({"medians": []}, "no medians"),
+        ({"medians": {"a, a": {}}}, "uncovered"),
+        ({"medians": {"a, a": 3}}, "not iterable"),
+        ({"deviation": {"uncovered": 0.0}}, "not positive"),
+        ({"deviation": {"uncovered": "much"}}, "much"),
+        ({"deviation": {"luck": 1.0}}, "luck"),
+    ],
+)
+def test_a_damaged_calibration_is_refused_in_one_line(tmp_path: Path, damage: dict[str, Any], words: str) -> None:
+    values = invented(typical=USUAL).to_json()
+    path = tmp_path / f"own{SUFFIX}"
+    path.write_text(json.dumps(values))
+    assert read_calibration(path).typical == USUAL
+    path.write_text(json.dumps(values | {"typical": values["typical"] | damage}))
+    with pytest.raises(InputError, match=words) as refused:
+        read_calibration(path)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_calibration_of_another_model_is_not_used(tmp_path: Path) -> None:

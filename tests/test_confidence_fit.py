@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import gzip
+import importlib
 import json
 import math
 import random
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from carlreg.confidence.calibration import SUFFIX, Calibration, Linear, Steps, numbers_of
+from carlreg.confidence.calibration import NUMBERS, SUFFIX, Calibration, Linear, Steps, numbers_of
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, map_points, write
 from carlreg.model.files import save
@@ -30,14 +31,9 @@ ROOT = Path(__file__).parents[1]
 def fit() -> ModuleType:
     sys.path.insert(0, str(ROOT))
     try:
-        spec = importlib.util.spec_from_file_location("confidence_fit", ROOT / "experiments" / "confidence" / "fit.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return importlib.import_module("experiments.confidence.fit")
     finally:
         sys.path.remove(str(ROOT))
-    return module
 
 
 def invented(number: int, split: str, kind: str) -> dict[str, Any]:
@@ -97,8 +93,14 @@ def test_a_calibration_of_invented_rows_keeps_its_promises(fit: ModuleType) -> N
     for row in rows:
         row["numbers"] = fit.numbers_of(row["evidence"])
     train, val = ([row for row in rows if row["split"] == split] for split in ("train", "val"))
-    calibration = fit.fit_calibration("sum", train, (fit.FULL, fit.CHEAP), means, deviation, {})
-    found = fit.test(calibration, train, val)
+    typical = fit.typical_of(train)
+    for row in rows:
+        row["numbers"] |= fit.beyond(row, typical)
+    tiers = {name: fit.TIERS[name] for name in ("without headers", "cheap")}
+    calibration, chosen = fit.fit_calibration("sum", train, tiers, means, deviation, {}, typical)
+    cheap = [name for name, _ in chosen["failure"]["cheap"]]
+    assert set(cheap) <= set(fit.TIERS["cheap"])
+    found = fit.test(calibration, train, val, cheap)
     assert found["auroc"]["kinds_left_out"] > 0.95
     assert found["verdicts"]["failures_among_good"] <= 0.05
     assert found["verdicts"]["failures_among_failed"] >= 0.8
@@ -113,6 +115,76 @@ def test_a_calibration_of_invented_rows_keeps_its_promises(fit: ModuleType) -> N
     assert again.expected_error(numbers, 100) == pytest.approx(calibration.expected_error(numbers, 100), rel=1e-3)
 
 
+def told(number: int, kind: str, name: str, draw: np.random.Generator) -> dict[str, Any]:
+    """A row that two numbers tell the truth about together; a third does so for one kind alone, the rest is chance."""
+    failed = kind != "plain" and number % 3 > 0
+    first, second = (float(failed) * draw.uniform(0.2, 1.2) + 0.25 * draw.normal() for _ in range(2))
+    numbers = dict.fromkeys(NUMBERS, math.nan) | {f"{n}": draw.normal() for n in ("turn", "volume", "spread", "drift")}
+    numbers |= {"no_excess": first, "scatter": second, "uncovered": float(failed and kind == "cropped")}
+    mm = 2 * math.exp(first + second)
+    common = {"kind": kind, "set": name, "failed": failed, "no_common_anatomy": kind == "noise instead"}
+    common["subjects"] = [f"{name}/{number}", f"{name}/{number + 1}"]
+    return common | {"numbers": numbers, "true_mm": mm, "evidence": {"extent_mm": 100.0}, "points": None}
+
+
+def test_the_numbers_that_tell_are_chosen_and_chance_is_not(fit: ModuleType) -> None:
+    draw = np.random.default_rng(1)
+    kinds, sets = (
+        ("plain", "turned by 90°", "cropped", "noise instead", "plain", "mirrored"),
+        ("brain", "abdomen", "lung"),
+    )
+    rows = [told(n, kinds[n % 6], sets[n // 6 % 3], draw) for n in range(360)]
+    course = fit.choose_failure(rows, fit.TIERS["without headers"])
+    names, scores = zip(*course, strict=True)
+    assert set(names[:2]) == {"no_excess", "scatter"}
+    assert len(names) <= 4  # what tells of one kind alone is of no use for a kind that was left out
+    assert list(scores) == sorted(scores)
+    assert course == fit.choose_failure(rows, fit.TIERS["without headers"])
+    assert {name for name, _ in fit.choose_failure(rows, fit.TIERS["cheap"])}.isdisjoint({"scatter", "turn", "spread"})
+    error = fit.choose_error(rows, fit.TIERS["without headers"])
+    assert {name for name, _ in error[:2]} == {"no_excess", "scatter"}
+    assert error[1][1] > 0.95  # of the variance
+    linear, _ = fit.fit_error(rows, ("no_excess", "scatter"))
+    weights = np.array(linear.weights) / np.array(linear.scale)
+    assert weights == pytest.approx([1, 1], rel=0.1)
+
+
+def test_the_map_is_made_of_what_ranks_places(fit: ModuleType) -> None:
+    """The error at a point is the product of smooth drift and flatness; its level differs between pairs."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(40):
+        drift, flat = (np.exp(draw.normal(size=60)) for _ in range(2))
+        points = {
+            prefix + name: np.exp(draw.normal(size=60)) for prefix in ("", "smooth_") for name in ("turn", "drift")
+        }
+        points |= {"smooth_drift": 5 * drift, "flatness": flat, "truth": drift * flat**0.5 * math.exp(draw.normal())}
+        points |= {"similarity": draw.uniform(0, 1, 60)}
+        listed = {name: values.tolist() for name, values in points.items()}
+        evidence = {"extent_mm": 50.0}
+        rows.append(
+            {"set": ("brain", "lung")[number % 2], "failed": number > 35, "points": listed, "evidence": evidence}
+        )
+    model, course = fit.fit_local(rows)
+    assert [name for name, _ in course] == ["smooth_drift", "flatness"]
+    assert course[-1][1] > 0.95
+    weights = np.array(model.weights) / np.array(model.scale)
+    assert weights == pytest.approx([1, 0.5], rel=0.05)
+    calibration = Calibration("sum", (), (), 0.0, 1.0, local=model)
+    assert fit.map_summary(calibration, rows)["surfaces"]["rank_correlation"] > 0.95
+    again = Calibration.from_json(calibration.to_json()).local
+    assert again is not None
+    assert again.names == model.names
+
+
+def test_rows_that_were_cut_off_or_compressed_are_read(fit: ModuleType, tmp_path: Path) -> None:
+    text = '{"number": 0}\n{"number": 1}\n{"num'
+    (tmp_path / "rows.jsonl").write_text(text)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("rows.jsonl", "rows.jsonl.gz"):
+        assert fit.read_rows(tmp_path / name) == [{"number": 0}, {"number": 1}]
+
+
 def test_failures_are_those_of_the_definition(fit: ModuleType) -> None:
     plain = [invented(n, "val", "plain") for n in range(6)]
     worse, half, tre, fine = (dict(plain[0]) for _ in range(4))
@@ -123,6 +195,29 @@ def test_failures_are_those_of_the_definition(fit: ModuleType) -> None:
     other = invented(3, "val", "other anatomy")
     fit.mark_failures([*plain, worse, half, tre, fine, other])
     assert [row["failed"] for row in (worse, half, tre, fine, other)] == [True, True, True, False, True]
+    unknown = {name: value for name, value in plain[0].items() if not name.startswith("dice")}
+    assert [fit.has_truth(row) for row in (plain[0], tre, other, unknown)] == [True, True, True, False]
+
+
+def test_what_is_usual_is_that_of_intact_pairs_of_the_recognised_sets(fit: ModuleType) -> None:
+    rows = [invented(n, "train", kind) for kind in ("plain", "mirrored") for n in range(20)]
+    fit.mark_failures(rows)
+    fit.add_features(rows)
+    for row in rows:
+        row["evidence"]["entropy"] = 0.2 if row["set"] == "brain" else 0.8
+        row["numbers"] = fit.numbers_of(row["evidence"])
+    typical = fit.typical_of(rows)
+    assert {pair: one["entropy"] for pair, one in typical.medians.items()} == {
+        "abdomen, abdomen": 0.8,
+        "brain, brain": 0.2,
+    }
+    assert "folds" not in typical.deviation  # which is not known
+    values = {n["set"]: fit.beyond(n | {"numbers": {"entropy": 0.7}}, typical)["beyond_entropy"] for n in rows}
+    assert values["abdomen"] == 0
+    assert values["brain"] > 2
+    strange = next(row for row in rows if row["set"] == "brain") | {"numbers": {"entropy": 0.7}}
+    assert fit.beyond(strange, typical, left_out="brain")["beyond_entropy"] == 0
+    assert fit.typical_of([row for row in rows if row["kind"] != "plain"]) is None
 
 
 def test_every_beginning_of_the_plan_is_balanced(fit: ModuleType, tmp_path: Path) -> None:
@@ -265,9 +360,7 @@ def test_altered_headers_are_those_that_are_meant() -> None:
         np.testing.assert_allclose(np.abs(matrix) @ found.spacing, image.spacing)
 
 
-def test_workers_share_the_tasks_and_an_earlier_file_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_take_turns_and_an_earlier_file_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys.path.insert(0, str(ROOT))
     from experiments.confidence import collect
     from experiments.confidence.cases import plan
@@ -282,25 +375,95 @@ def test_workers_share_the_tasks_and_an_earlier_file_is_resumed(
         seen.append(task)
         if task.kind == "mirrored":
             raise ValueError("a pair that fails")
+        if len(seen) == 25:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return {"kind": task.kind}
 
     monkeypatch.setattr(collect, "collect", work)
-    monkeypatch.setattr(collect, "load_model", lambda *_: None)
+    monkeypatch.setattr(collect, "load_model", lambda *_: load_model("none", "cpu"))
     monkeypatch.setattr(collect, "_untrained", lambda _: None)
-    common = {"data": tmp_path, "out": tmp_path / "rows.jsonl", "seconds": math.inf, "model": "default", "workers": 1}
-    common |= {"device": "cpu", "sets": [], "kinds": []}
+    common = {"data": tmp_path, "out": tmp_path / "rows.jsonl", "seconds": math.inf, "model": "default", "workers": 3}
+    common |= {"device": "cpu", "sets": [], "kinds": [], "split": None, "mps": False, "until": math.inf}
+    turn = tmp_path / "turn"
+    turn.write_text("14")  # others have taken 14 turns
     threads = torch.get_num_threads()
-    for worker in ("0/3", "1/3"):
-        collect.run(argparse.Namespace(**common, limit=20, worker=worker, resume=False))
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert sorted(row["number"] for row in rows) == [n for n in range(20) if n % 3 != 2]
-    collect.run(argparse.Namespace(**common, limit=30, worker="0/1", resume=True))
+    collect.run(argparse.Namespace(**common, limit=20, turns=turn, resume=False))
     torch.set_num_threads(threads)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(14, 20))
+    assert seen == plan(tmp_path)[14:20]
+    common["workers"] = 1
+    with pytest.raises(SystemExit):  # without its GPU, a worker is of no use
+        collect.run(argparse.Namespace(**common, limit=30, turns=None, resume=True))
+    collect.run(argparse.Namespace(**common, limit=30, turns=None, resume=True))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert sorted(row["number"] for row in rows) == list(range(30))
-    assert seen[:7] == plan(tmp_path)[:20:3]
     failed = [row for row in rows if row.get("kind") == "mirrored"]
     assert failed
     assert all(row["error"] == "ValueError: a pair that fails" for row in failed)
-    collect.run(argparse.Namespace(**common | {"seconds": -1.0}, limit=None, worker="0/1", resume=True))
+    collect.run(argparse.Namespace(**common | {"seconds": -1.0}, limit=None, turns=None, resume=True))
     assert len(seen) == 30
+
+
+def test_workers_that_die_are_replaced_and_late_ones_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence import collect
+
+    sys.path.remove(str(ROOT))
+    script = tmp_path / "work.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "log = Path(__file__).with_name('log')\n"
+        "first = not log.exists()\n"
+        "with log.open('a') as file:\n    file.write(os.environ['OMP_NUM_THREADS'] + '\\n')\n"
+        "sys.exit(1) if first else time.sleep(60)\n"
+    )
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(collect, "GRACE", 0.1)
+    arguments = argparse.Namespace(workers=2, turns=None, seconds=2.0)
+    assert collect.work(arguments)
+    assert 3 <= len((tmp_path / "log").read_text().splitlines()) <= 4  # two may die, if both are the first
+
+
+def test_a_service_that_does_not_work_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence import collect
+
+    sys.path.remove(str(ROOT))
+    with collect.shared_gpu(tmp_path, wanted=False) as environment:
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in environment
+    fake = tmp_path / "nvidia-cuda-mps-control"
+    fake.write_text(f"#!/bin/sh\necho called $1 >> {tmp_path}/calls\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with collect.shared_gpu(tmp_path, wanted=True) as environment:
+        works = "CUDA_MPS_PIPE_DIRECTORY" in environment
+    assert works == torch.cuda.is_available()
+    assert (tmp_path / "calls").read_text() == "called -d\ncalled\n"  # started, and ended
+
+
+def test_packed_scans_are_the_same_again(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    from experiments.confidence.cases import plan
+    from experiments.confidence.pack import pack, unpack
+
+    sys.path.remove(str(ROOT))
+    draw = np.random.default_rng(0)
+    for name in ("hippocampus", "brain"):
+        for split in ("train", "val"):
+            (tmp_path / name / split).mkdir(parents=True)
+            for number in range(3):
+                scan = draw.integers(0, 255, (16, 16, 16)).astype(np.uint8)
+                write(Image(scan, np.diag([-1.0, -1, 2, 1])), tmp_path / name / split / f"{number}.nii.gz")
+                write(Image(scan // 99, np.eye(4)), tmp_path / name / split / f"{number}_labels.nii.gz")
+    parts = pack(tmp_path, tmp_path / "parts", 0.05)
+    assert len(parts) > 2
+    assert all(part.stat().st_size < 0.05 * 2**20 for part in parts)
+    again = tmp_path / "again"
+    unpack(parts, again)
+    assert plan(again) == plan(tmp_path)
+    for path in (tmp_path / "brain").rglob("*.nii.gz"):
+        other = again / path.relative_to(tmp_path)
+        assert gzip.decompress(other.read_bytes()) == gzip.decompress(path.read_bytes())
+    with pytest.raises(SystemExit, match="expected --most-mib"):
+        pack(tmp_path, tmp_path / "parts", 0.001)

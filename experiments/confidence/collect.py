@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import fcntl
+import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from carlreg.confidence.error_map import smooth
 from carlreg.confidence.gather import Answer, Budget, Gathered, gather
+from carlreg.confidence.numbers import SMOOTH
 from carlreg.fast.devices import choose_device
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.geometry.grids import interpolate, voxel_points
@@ -37,64 +43,163 @@ from experiments.made import machine
 
 SIDE = 144
 """Voxels a side, at most, of the grid on which labels are compared."""
-POINTS = 120
+POINTS = 100
 """Points of each pair at which local evidence and local truth are kept."""
 SAMPLES = 600
 """Points, at most, of each surface whose distance from the other one is measured."""
 AROUND = 16
 """How many of them around a point its local error is averaged over: single voxels of a surface are off by chance."""
 LEAST_LANDMARKS = 10
+GRACE = 30.0
+"""Seconds after which workers that are not done in time are ended."""
+MOST_REPLACED = 8
+"""How many workers that died are replaced, at most."""
+MOST_KEPT = 6 * 2**30
+"""Bytes of a GPU's memory that a worker keeps for its next pair, at most."""
 PointMap = Callable[[Tensor], Tensor]
 """World points (..., 3) of the fixed image to those of the moving one, in float64."""
 
 
-def work_of(arguments: argparse.Namespace) -> slice | None:
-    """Which of the tasks are this process's; None once so many others have done them all."""
-    if arguments.workers > 1:
-        words = [sys.executable, *sys.argv, "--worker"]
-        work = [
-            subprocess.Popen([*words, f"{index}/{arguments.workers}", "--workers", "1"])
-            for index in range(arguments.workers)
-        ]
-        codes = [one.wait() for one in work]
-        if any(codes):
-            sys.exit(f"workers ended with {codes}")
-        return None
-    index, of = map(int, arguments.worker.split("/"))
-    if of > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // of))
-    return slice(index, None, of)
+# ---- workers --------------------------------------------------------------------------------------------------------
+
+
+def work(arguments: argparse.Namespace, mps: bool = False) -> bool:
+    """Start as many workers as were asked for, and wait until they are done or time is up; False in a worker, and if
+    there is one process only. A worker that dies is replaced."""
+    if arguments.workers <= 1 or arguments.turns is not None:
+        if arguments.turns is not None:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.workers))
+        return False
+    until = time.time() + arguments.seconds
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        shared_gpu(Path(folder), wanted=mps) as environment,
+    ):
+        turn = Path(folder) / "turn"
+        turn.touch()
+        environment = environment | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.workers))}
+        words = [sys.executable, *sys.argv, "--turns", str(turn), "--until", str(until)]
+        started = [subprocess.Popen(words, env=environment) for _ in range(arguments.workers)]
+        left = MOST_REPLACED
+        while started and time.time() < until + GRACE:
+            time.sleep(0.2)
+            died = [one for one in started if one.poll() not in (None, 0)]
+            started = [one for one in started if one.poll() is None]
+            for one in died:
+                print(f"a worker ended with {one.returncode}", file=sys.stderr)
+                if left and time.time() < until - GRACE:
+                    left -= 1
+                    started.append(subprocess.Popen(words, env=environment))
+        for one in started:
+            one.kill()
+            one.wait()
+    return True
+
+
+@contextlib.contextmanager
+def shared_gpu(folder: Path, *, wanted: bool) -> Iterator[dict[str, str]]:
+    """The environment of processes that share a GPU. With NVIDIA's multi-process service their kernels run side by side
+    instead of in turns; without it if it is not wanted, not there, or does not work."""
+    plain, control = dict(os.environ), shutil.which("nvidia-cuda-mps-control")
+    if not wanted or control is None:
+        print("each process has the GPU in turns", file=sys.stderr)
+        yield plain
+        return
+    environment = plain | {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/mps", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    for name in ("mps", "log"):
+        (folder / name).mkdir()
+    trial = [sys.executable, "-c", "import torch; assert float(torch.ones(9, device='cuda').sum()) == 9"]
+    try:
+        none = subprocess.DEVNULL  # so that nothing waits for the end of what the service might print
+        subprocess.run([control, "-d"], env=environment, timeout=60, check=True, stdin=none, stdout=none, stderr=none)
+        subprocess.run(trial, env=environment, timeout=60, check=True)
+        works = True
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"the multi-process service does not work here: {error}", file=sys.stderr)
+        works = False
+    try:
+        yield environment if works else plain
+    finally:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([control], input="quit\n", text=True, env=environment, timeout=20)
+
+
+def turns(arguments: argparse.Namespace, count: int) -> Iterator[int]:
+    """Numbers below a count in order, each for one worker only, until time is up."""
+    until = arguments.until if arguments.turns is not None else time.time() + arguments.seconds
+    numbers = itertools.count() if arguments.turns is None else iter(lambda: _next(arguments.turns), None)
+    while time.time() < until and (number := next(numbers)) < count:
+        yield number
+
+
+def _next(path: Path) -> int:
+    with path.open("r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
+        number = int(file.read() or 0)
+        file.seek(0)
+        file.write(str(number + 1))
+    return number
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a file that several workers write."""
+    with path.open("ab", buffering=0) as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error leaves the process without a GPU."""
+    return "CUDA error" in str(error) or "CUDA driver" in str(error)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Collect rows in so many processes, until all tasks are done or time is up."""
-    mine = work_of(arguments)
-    if mine is None:
+    if work(arguments, arguments.mps):
+        print(sum_up(arguments.out), file=sys.stderr)
         return
-    began = time.monotonic()
     device = choose_device(arguments.device)
-    models = {"default": load_model(arguments.model, device), "none": load_model("none", device)}
+    # Pairs have many shapes, so that captured networks would not be repeated often enough to pay.
+    models = {name: replace(load_model(name, device), graphs=None) for name in (arguments.model, "none")}
+    models["default"] = models[arguments.model]
     models["untrained"] = _untrained(models["default"])
     tasks = [task for task in plan(arguments.data) if not arguments.sets or task.set in arguments.sets]
     tasks = [task for task in tasks if not arguments.kinds or task.kind in arguments.kinds]
+    tasks = [task for task in tasks if arguments.split in (None, task.split)][: arguments.limit]
     done = _done(arguments.out) if arguments.resume else set()
-    for number, task in list(enumerate(tasks[: arguments.limit]))[mine]:
+    where = f"{machine()}, {accelerator(device)}"
+    for number in turns(arguments, len(tasks)):
         if number in done:
             continue
-        if time.monotonic() - began > arguments.seconds:
-            break
+        task, lost = tasks[number], False
         try:
             row = collect(arguments.data, task, models, device)
         except Exception as error:  # one pair must not end the run; the row has the reason
-            row = named(task) | {"error": f"{type(error).__name__}: {error}"}
-        row = {"number": number, "machine": f"{machine()}, {accelerator(device)}", **row}
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            row, lost = named(task) | {"error": f"{type(error).__name__}: {error}"}, is_lost(error)
+        append(arguments.out, {"number": number, "machine": where, **row})
+        if lost:
+            sys.exit(1)
+        if device.type == "cuda" and torch.cuda.memory_reserved() > MOST_KEPT:
+            torch.cuda.empty_cache()
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def _done(path: Path) -> set[int]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {json.loads(line)["number"] for line in lines}
+    return {row["number"] for row in _rows(path)}
+
+
+def sum_up(path: Path) -> str:
+    """How many rows there are, and what went wrong."""
+    rows = _rows(path)
+    errors = [row["error"] for row in rows if "error" in row]
+    return f"{len(rows)} rows, {len(errors)} of them errors{': ' if errors else ''}{'; '.join(sorted(set(errors))[:5])}"
 
 
 def accelerator(device: torch.device) -> str:
@@ -135,7 +240,7 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
     pair = prepare_pair(fixed.image, moving.image, model, device)
     model = model.on_grid(pair.fixed.tensor.shape[2:])
     options = RegisterOptions(device=str(device), **dict(task.options))
-    work = Progress()
+    prepared, work = time.perf_counter(), Progress()
     corner = Image(np.zeros((4, 4, 4), np.uint8), fixed.image.affine)  # the map of the world is not needed here
     solution = solve(model, pair, options, corner, work)
     seconds = work.seconds()["total"]
@@ -148,11 +253,12 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
         None if none else solution.first,
         [] if solution.optimization is None else solution.optimization.result.losses,
     )
-    judged = time.perf_counter()
+    times = [time.perf_counter()]
     found = gather(answer, Budget.of(seconds, 0.0, full=True))
+    times.append(time.perf_counter())
     gain = look_at_headers(pair).gain
     found = replace(found, evidence=replace(found.evidence, misorientation=gain))
-    judged = time.perf_counter() - judged
+    times.append(time.perf_counter())
     truth, points = _compare(task, fixed, moving, pair, solution.maps, found)
     return named(task) | {
         "model": "none" if none else model.provenance["sha256"],
@@ -161,7 +267,13 @@ def collect(data: Path, task: Task, models: dict[str, LoadedModel], device: torc
         "features": None if found.features is None else [[round(v, 4) for v in one.tolist()] for one in found.features],
         **truth,
         "points": points,
-        "seconds": {"registration": seconds, "evidence": round(judged, 3), "all": time.perf_counter() - began},
+        "seconds": {
+            "preparation": round(prepared - began, 3),
+            "registration": seconds,
+            "evidence": round(times[1] - times[0], 3),
+            "headers": round(times[2] - times[1], 3),
+            "all": round(time.perf_counter() - began, 3),
+        },
     }
 
 
@@ -198,8 +310,7 @@ def _compare(
     if not len(where):
         return scores, None
     unit = torch.from_numpy(map_points(pair.fixed.image.world_to_unit(), where)).float()
-    local = {name: _sample(values, unit) for name, values in found.local.items()}
-    local |= {f"smooth_{name}": _sample(smooth(values), unit) for name, values in found.local.items()}
+    local = sample(found.local, unit.to(device))
     return scores, local | {"truth": [round(float(mm), 3) for mm in errors]}
 
 
@@ -223,9 +334,17 @@ def _missed(points: Matrix, truth: Matrix, after: PointMap, device: torch.device
     return np.asarray(np.linalg.norm(there - truth, axis=-1))
 
 
-def _sample(values: Tensor, unit: Tensor) -> list[float]:
-    sampled = interpolate(values[None, None].float(), unit[None].to(values.device))[0, 0]
-    return [float(f"{value:.4g}") for value in sampled.tolist()]
+def sample(local: Mapping[str, Tensor], unit: Tensor) -> dict[str, list[float]]:
+    """Maps, and the same averaged over windows, at unit points (N, 3)."""
+    found = {}
+    for shape in sorted({tuple(one.shape) for one in local.values()}):
+        names = [name for name, one in local.items() if tuple(one.shape) == shape]
+        maps = torch.stack([local[name].float() for name in names])
+        for prefix, window in {"": 0.0, **SMOOTH}.items():
+            values = interpolate((smooth(maps, window) if window else maps)[None], unit[None])[0]
+            for name, row in zip(names, values.tolist(), strict=True):
+                found[prefix + name] = [float(f"{value:.3g}") for value in row]
+    return found
 
 
 def _inside(image: Image, points: Matrix) -> npt.NDArray[np.bool_]:

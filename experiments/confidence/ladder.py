@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ from carlreg.registration.case import Case
 from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.progress import Progress
 from experiments.confidence.cases import LABELS, Loaded, Task, plan, prepare
-from experiments.confidence.collect import accelerator, named, on_labels, on_landmarks, work_of
+from experiments.confidence.collect import accelerator, append, named, on_labels, on_landmarks, turns, work
 from experiments.confidence.fit import TRE
 from experiments.made import commit, machine
 
@@ -51,23 +52,20 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if not is_calibrated(load_model(arguments.model, "cpu")):
         raise SystemExit("the model has no calibration: run collect and fit first")
-    mine = work_of(arguments)
-    if mine is None:
+    if work(arguments, arguments.mps):
         report(arguments.rows)
         return
-    began, device = time.monotonic(), choose_device(arguments.device)
-    model = load_model(arguments.model, device)
-    tasks = [task for task in plan(arguments.data) if task.split == "val" and task.kind in KINDS]
-    for task in tasks[: arguments.limit][mine]:
-        if time.monotonic() - began > arguments.seconds:
-            break
+    device = choose_device(arguments.device)
+    model = replace(load_model(arguments.model, device), graphs=None)
+    tasks = [task for task in plan(arguments.data) if task.split == "val" and task.kind in KINDS][: arguments.limit]
+    for number in turns(arguments, len(tasks)):
+        task = tasks[number]
         row = {"commit": commit(), "machine": f"{machine()}, {accelerator(device)}", **named(task)}
         try:
             row |= compare(arguments.data, task, model, device)
         except Exception as error:  # one pair must not end the run; the row has the reason
             row["error"] = f"{type(error).__name__}: {error}"
-        with arguments.rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append(arguments.rows, row)
 
 
 def compare(data: Path, task: Task, model: LoadedModel, device: torch.device) -> dict[str, Any]:

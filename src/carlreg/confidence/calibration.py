@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from carlreg.confidence.numbers import LOCAL, NUMBERS, SMOOTH, numbers_of
+from carlreg.confidence.numbers import LOCAL, NUMBERS, numbers_of, split_name
 from carlreg.errors import InputError
 
 Vector = npt.NDArray[np.float64]
 SUFFIX = ".confidence.json"
 SCHEMA = 1
+BEYOND = "beyond_"
+"""What precedes the name of a number that is compared with the usual one for two kinds of scans."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,32 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Typical:
+    """What is usual for registrations of intact pairs of each two kinds of scans: brains and hearts differ."""
+
+    medians: Mapping[str, Mapping[str, float]]
+    """Medians of some numbers for the kinds of the fixed and of the moving scan, by `pair_name`."""
+    deviation: Mapping[str, float]
+    """Standard deviations of these numbers from the medians."""
+
+    def beyond(self, numbers: Mapping[str, float], fixed: str, moving: str) -> dict[str, float]:
+        """By how much numbers exceed what is usual: ln(1 + deviations), 0 if they do not. Kinds that were never seen
+        together are held to the stricter of their own standards."""
+        own = [pair_name(fixed, moving)] if pair_name(fixed, moving) in self.medians else None
+        names = own or [name for kind in (fixed, moving) if (name := pair_name(kind, kind)) in self.medians]
+        known = [self.medians[name] for name in names] or list(self.medians.values())
+        found = {}
+        for name, deviation in self.deviation.items():
+            excess = (numbers.get(name, math.nan) - min(one[name] for one in known)) / deviation
+            found[BEYOND + name] = math.nan if math.isnan(excess) else math.log1p(max(excess, 0.0))
+        return found
+
+
+def pair_name(fixed: str, moving: str) -> str:
+    return f"{fixed}, {moving}"
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What evidence is worth, for the results of one model."""
 
@@ -79,6 +107,8 @@ class Calibration:
     """Mean pooled features of each kind of scan in training."""
     deviation: Sequence[float] = ()
     """Standard deviation of the features within a kind."""
+    typical: Typical | None = None
+    """What is usual for each two of these kinds."""
     made: Mapping[str, Any] = field(default_factory=dict)
     """How, when and from how many rows it was fitted."""
 
@@ -116,6 +146,7 @@ class Calibration:
             "median": _rounded(self.median),
             "kinds": _rounded(self.kinds),
             "deviation": _rounded(self.deviation),
+            "typical": None if self.typical is None else _rounded(vars(self.typical)),
             "made": dict(self.made),
         }
 
@@ -132,6 +163,7 @@ class Calibration:
             local=_linear(values["local"], local=True) if values.get("local") else None,
             kinds=dict(values["kinds"]),
             deviation=list(values["deviation"]),
+            typical=_typical(values["typical"]) if values.get("typical") else None,
             made=dict(values.get("made", {})),
         )
 
@@ -146,10 +178,28 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _linear(values: Mapping[str, Any], *, local: bool = False) -> Linear:
-    known = {*LOCAL, *(SMOOTH + name for name in LOCAL)} if local else NUMBERS.keys()
-    if unknown := [name for name in values["names"] if name not in known]:
-        raise ValueError(f"unknown number {unknown[0]!r}")
+    for name in values["names"]:
+        _check(split_name(name)[1] if local else name.removeprefix(BEYOND), LOCAL if local else NUMBERS)
     return Linear(**_tuples(values))
+
+
+def _typical(values: Mapping[str, Any]) -> Typical:
+    deviation = {name: float(value) for name, value in dict(values["deviation"]).items()}
+    medians = {
+        pair: {name: float(dict(one)[name]) for name in deviation} for pair, one in dict(values["medians"]).items()
+    }
+    for name, value in deviation.items():
+        _check(name, NUMBERS)
+        if not value > 0:
+            raise ValueError(f"the deviation of {name} is {value}, not positive")
+    if not medians:
+        raise ValueError("typical has no medians")
+    return Typical(medians, deviation)
+
+
+def _check(name: str, known: Container[str]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown number {name!r}")
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,50 +217,57 @@ def _rounded(value: Any) -> Any:
 # ---- fitting --------------------------------------------------------------------------------------------------------
 
 
-def fit_logistic(table: Vector, failed: Vector, names: Sequence[str], *, ridge: float = 0.02) -> Linear:
-    """Log odds of failure on numbers (N, D) that grow with the risk. Both classes have the same weight."""
+def fit_logistic(
+    table: Vector, failed: Vector, names: Sequence[str], *, ridge: float = 0.02, share: float | None = None
+) -> Linear:
+    """Log odds of failure on numbers (N, D) that grow with the risk, by Newton's method. Both classes have the same
+    weight in the fit; the odds are those of a sample with this share of failures, that of the rows by default."""
     centre, scale = table.mean(0), np.maximum(table.std(0), 1e-6)
-    x = (table - centre) / scale
+    x = np.column_stack([(table - centre) / scale, np.ones(len(table))])
     sign = np.where(failed > 0, 1.0, -1.0)
-    share = np.where(failed > 0, 0.5 / max(failed.sum(), 1), 0.5 / max((1 - failed).sum(), 1))
+    weight = np.where(failed > 0, 0.5 / max(failed.sum(), 1), 0.5 / max((1 - failed).sum(), 1))
+    pull = np.array([ridge] * table.shape[1] + [1e-9])
 
-    def gradient(weights: Vector, intercept: float) -> tuple[Vector, float]:
-        pull = -sign * share / (1 + np.exp(np.clip(sign * (x @ weights + intercept), -50, 50)))
-        return x.T @ pull + ridge * weights, float(pull.sum())
+    def loss(values: Vector) -> float:
+        return float(weight @ np.logaddexp(0, -sign * (x @ values)) + pull @ values**2 / 2)
 
-    weights, intercept = _descend(gradient, x)
-    # Odds in the sample, instead of odds of classes with the same weight.
-    prior = math.log(max(failed.sum(), 1) / max((1 - failed).sum(), 1))
-    return Linear(tuple(names), tuple(centre), tuple(scale), tuple(weights), intercept + prior)
+    now = np.zeros(x.shape[1])
+    for _ in range(100):
+        wrong = 1 / (1 + np.exp(np.clip(sign * (x @ now), -50, 50)))
+        curvature = x.T @ ((weight * np.maximum(wrong * (1 - wrong), 1e-6))[:, None] * x) + np.diag(pull)
+        slope = pull * now - x.T @ (sign * weight * wrong)
+        step = non_negative(curvature, curvature @ now - slope, free=1, start=now) - now
+        while loss(now + step) > loss(now) + 1e-12 and np.abs(step).max() > 1e-7:
+            step = step / 2
+        now = now + step
+        if np.abs(step).max() < 1e-6:
+            break
+    failures = failed.mean() if share is None else share
+    prior = math.log(max(failures, 1e-6) / max(1 - failures, 1e-6))
+    return Linear(tuple(names), tuple(centre), tuple(scale), tuple(now[:-1]), float(now[-1]) + prior)
 
 
 def fit_log_linear(table: Vector, target: Vector, names: Sequence[str], *, ridge: float = 0.02) -> Linear:
     """Least squares on numbers (N, D), with weights that are not negative."""
     centre, scale = table.mean(0), np.maximum(table.std(0), 1e-6)
     x = (table - centre) / scale
-
-    def gradient(weights: Vector, intercept: float) -> tuple[Vector, float]:
-        missed = (x @ weights + intercept - target) / len(target)
-        return x.T @ missed + ridge * weights, float(missed.sum())
-
-    weights, intercept = _descend(gradient, x)
-    return Linear(tuple(names), tuple(centre), tuple(scale), tuple(weights), intercept)
+    gram, towards = x.T @ x / len(x) + ridge * np.eye(x.shape[1]), x.T @ (target - target.mean()) / len(x)
+    weights = non_negative(gram, towards)
+    return Linear(tuple(names), tuple(centre), tuple(scale), tuple(weights), float(target.mean()))
 
 
-def _descend(
-    gradient: Callable[[Vector, float], tuple[Vector, float]], x: Vector, steps: int = 20000
-) -> tuple[Vector, float]:
-    """Projected gradient descent: the weights stay at 0 or above."""
-    rate = 1.0 / (1.0 + float(np.linalg.norm(x.T @ x / len(x), 2)))
-    weights, intercept = np.zeros(x.shape[1]), 0.0
-    for _ in range(steps):
-        by_weights, by_intercept = gradient(weights, intercept)
-        moved = np.maximum(weights - rate * by_weights, 0)
-        change = float(np.abs(moved - weights).max(initial=0)) + abs(rate * by_intercept)
-        weights, intercept = moved, intercept - rate * by_intercept
-        if change < 1e-7:
+def non_negative(gram: Vector, towards: Vector, *, free: int = 0, start: Vector | None = None) -> Vector:
+    """The minimum of w·G w / 2 − t·w over weights that are not negative but for the last, free ones, one weight at a
+    time."""
+    weights = np.zeros(len(towards)) if start is None else start.copy()
+    for _ in range(1000):
+        before = weights.copy()
+        for index in range(len(weights)):
+            best = weights[index] + (towards[index] - gram[index] @ weights) / gram[index, index]
+            weights[index] = best if index >= len(weights) - free else max(best, 0)
+        if np.abs(weights - before).max(initial=0) < 1e-8:
             break
-    return weights, intercept
+    return weights
 
 
 def fit_isotonic(predicted: Vector, target: Vector, *, least: int = 20) -> Steps:

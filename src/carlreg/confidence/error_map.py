@@ -9,25 +9,23 @@ from torch import Tensor
 from carlreg.confidence.calibration import Calibration
 from carlreg.confidence.evidence import foreground
 from carlreg.confidence.gather import Gathered
-from carlreg.confidence.numbers import LEAST, SMOOTH
+from carlreg.confidence.numbers import LEAST, SHARES, split_name
 from carlreg.files.images import Image
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.resizing import resize
 from carlreg.objective.losses import gaussian_blur
 from carlreg.preparation import Prepared
 
-WINDOW = 0.03
-"""The deviation of windows over which smooth evidence is averaged, as a fraction of the longest side."""
 LARGEST = 20.0
 """No point is expected to be off by more than this many times the mean."""
 
 
-def smooth(values: Tensor) -> Tensor:
-    """A map (*shape) averaged over Gaussian windows, since errors vary smoothly."""
-    sigma = WINDOW * max(values.shape)
-    one = torch.ones_like(values, dtype=torch.float32)
-    blurred, inside = (gaussian_blur(each[None, None], sigma)[0, 0] for each in (values.float(), one))
-    return blurred / inside
+def smooth(maps: Tensor, window: float) -> Tensor:
+    """Maps (N, *shape) averaged over Gaussian windows whose deviation is this fraction of their longest side, since
+    errors vary smoothly."""
+    sigma = max(window * max(maps.shape[1:]), 0.5)
+    inside = gaussian_blur(torch.ones_like(maps[:1, None], dtype=torch.float32), sigma)
+    return (gaussian_blur(maps[:, None].float(), sigma) / inside)[:, 0]
 
 
 def error_map(
@@ -44,16 +42,13 @@ def error_map(
     shape = tuple(gathered.local["disagreement"].shape)
     logarithm = torch.zeros(shape, device=fixed.tensor.device)
     for name, scale, weight in zip(model.names, model.scale, model.weights, strict=True):
-        plain = name.removeprefix(SMOOTH)
-        source = gathered.local.get("similarity" if plain == "dissimilarity" else plain)
+        window, plain = split_name(name)
+        source = gathered.local.get(SHARES.get(plain, plain))
         if source is None or not weight:
             continue
-        source = smooth(source) if name.startswith(SMOOTH) else source
+        source = smooth(source[None], window)[0] if window else source
         values = resize(source[None, None].float(), shape)[0, 0]
-        if plain == "dissimilarity":
-            values = 1 - values
-        else:
-            values = (values / gathered.evidence.extent_mm).clamp(min=LEAST).log()
+        values = 1 - values if plain in SHARES else (values / gathered.evidence.extent_mm).clamp(min=LEAST).log()
         logarithm += weight * values / scale
     inside = foreground(resize(fixed.tensor, shape))
     error = (logarithm - logarithm[inside].mean()).exp()

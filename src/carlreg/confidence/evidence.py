@@ -48,6 +48,13 @@ NOISE = 0.02
 """Differences of intensity below this show nothing."""
 SAMPLES = 256
 """How many points the entropy of attention is averaged over."""
+SLIDES, LIKELY = 3, 0.05
+"""By how many coarse voxels windows are slid along each axis to look for other matches, at most, and by how much
+squared correlations differ if one match is e times as likely as the other."""
+FEATURE_SLIDES = 2
+"""The same for features, on the grid of attention."""
+LEVELS = 32
+"""Levels of intensity whose mutual information is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,24 @@ class Evidence:
     misorientation: float = math.nan
     """By how much a reflection or quarter turns of the moving scan make coarse images more similar than their headers
     do; 0 if nothing does."""
+    scatter_mm: float = math.nan
+    """How far the network's answers to shifted and turned copies are from one another, median."""
+    opinion_mm: float = math.nan
+    """How far the result is from the mean of these answers, median."""
+    network_similarity: float = math.nan
+    """Similarity of the network's result, before any optimisation."""
+    similarity_gain: float = math.nan
+    """How much more similar the images are than before the registration, as a fraction of what could be."""
+    information_excess: float = math.nan
+    """How much more the intensities tell of one another than in wrong alignments, as a fraction of what could be."""
+    drift_mm: float = math.nan
+    """How far from their places windows may match as well, median."""
+    strain: float = math.nan
+    """By which factor the affine map closest to the result stretches or shrinks some direction, as a logarithm."""
+    feature_excess: float = math.nan
+    """How much more alike features are at the result than in wrong alignments, as a fraction of what could be."""
+    feature_drift_mm: float = math.nan
+    """How far from the result features may match as well, median."""
     novelty: float = math.nan
     """How far the features of the less usual image are from those of training, in standard deviations."""
     kinship: float = math.nan
@@ -163,14 +188,27 @@ def turn_probe(moving: Tensor, size: Sequence[float], signs: Sequence[int] = (1,
 
 
 @torch.no_grad()
+def followed(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, probe: Affine) -> Tensor:
+    """W(Φ[M ∘ W, F](x)), (1, *shape, D): the answer to an image moved by a known map W, with W undone."""
+    seen = interpolate(moving, probe.on_grid_of(moving), outside="zeros")
+    return probe(network(seen, fixed).on_grid_of(fixed).float())
+
+
 def certificate(
     network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, phi: Transform, probe: Affine, size: Sequence[float]
 ) -> Tensor:
     """|W(Φ[M ∘ W, F](x)) − Φ[M, F](x)| in mm: how far the answer φ = Φ[M, F] is from following a known map W of its own
     input. An equivariant algorithm that is right gives 0."""
-    seen = interpolate(moving, probe.on_grid_of(moving), outside="zeros")
-    answer = network(seen, fixed)
-    return distance(probe(answer.on_grid_of(fixed).float()) - phi.on_grid_of(fixed).float(), size)
+    return distance(followed(network, moving, fixed, probe) - phi.on_grid_of(fixed).float(), size)
+
+
+def opinions(answers: Sequence[Tensor], result: Tensor, size: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Root mean square distance of several answers (1, *shape, D) from their mean, and the distance of a result from
+    that mean, in mm."""
+    every = torch.stack(list(answers)).float()
+    mean = every.mean(0)
+    scatter = torch.stack([distance(one - mean, size).square() for one in every]).mean(0).sqrt()
+    return scatter, distance(result - mean, size)
 
 
 def distance(vectors: Tensor, size: Sequence[float]) -> Tensor:
@@ -183,37 +221,99 @@ class Similarity:
     """Two images compared in windows, on a coarse grid."""
 
     squared: Tensor  # (*coarse shape): squared local correlation, as a map
+    beyond: Tensor  # by how much that exceeds the mean of wrong alignments
     mean: float
     excess: float
     """By how much it exceeds that of wrong alignments, as a fraction of what could be."""
     agreement: float
 
 
+class Windows:
+    """Windows of the fixed image on a coarse grid, which other images are compared with. Only those inside the
+    foreground count, since outlines resemble one another in any pair, and those with contrast count most."""
+
+    def __init__(self, fixed: Tensor, inside: Tensor | None = None) -> None:
+        self.shape = [min(n, COARSE) for n in fixed.shape[2:]]
+        counted = foreground(fixed) if inside is None else inside
+        self.mask = resize(counted[None, None].to(fixed), self.shape)
+        self.fixed = fixed = resize(fixed, self.shape)
+        mean, square = (gaussian_blur(image, WINDOW) for image in (fixed, fixed * fixed))
+        variance = (square - mean * mean).clamp(min=0)
+        full = gaussian_blur(self.mask, WINDOW) / gaussian_blur(torch.ones_like(self.mask), WINDOW)
+        inner = (full > INNER).to(self.mask)
+        self.weight = (inner if bool(inner.any()) else self.mask) * variance / (variance + CONTRAST)
+
+    def average(self, values: Tensor) -> float:
+        return float((self.weight * values).sum() / self.weight.sum().clamp(min=1e-6))
+
+    def median(self, values: Tensor) -> float:
+        """The median of a map (*coarse shape), by weight."""
+        order = values.flatten().argsort()
+        below = self.weight.flatten()[order].cumsum(0)
+        return float(values.flatten()[order][min(int((below < below[-1] / 2).sum()), len(order) - 1)])
+
+    def similarity(self, warped: Tensor) -> Similarity:
+        """Compare a warped image with the fixed one, and with itself in deliberately wrong alignments: shifted both
+        ways along each axis, and mirrored. Squared local correlation does not mind inverted contrast."""
+        warped = resize(warped, self.shape)
+        signed = local_correlation(warped, self.fixed, WINDOW)
+        squared = signed.square()
+        others = [local_correlation(other, self.fixed, WINDOW).square() for other in wrong_alignments(warped)]
+        wrong = torch.stack(others).mean(0)
+        right, usual = self.average(squared), self.average(wrong)
+        excess, root = (right - usual) / max(1 - usual, 1e-6), math.sqrt(max(right, 1e-6))
+        return Similarity(squared[0, 0], (squared - wrong)[0, 0], right, excess, self.average(signed) / root)
+
+    def alike(self, warped: Tensor) -> float:
+        """The mean squared local correlation alone."""
+        return self.average(local_correlation(resize(warped, self.shape), self.fixed, WINDOW).square())
+
+    def information(self, warped: Tensor) -> float:
+        """How much more the intensities of a warped image tell of the fixed one's than in wrong alignments, as a
+        fraction of what could be: whatever their contrasts are."""
+        warped, counted = resize(warped, self.shape), self.mask > 0.5
+        right = mutual_information(warped, self.fixed, counted)
+        wrong = [mutual_information(other, self.fixed, counted) for other in wrong_alignments(warped)]
+        usual, most = sum(wrong) / len(wrong), mutual_information(self.fixed, self.fixed, counted)
+        return (right - usual) / max(most - usual, 1e-6)
+
+    def drift(self, warped: Tensor, size: Sequence[float]) -> Tensor:
+        """(*coarse shape): how far from its place each window may match, in mm: the root mean square of shifts along
+        each axis, the more likely the better they match. Large where an image is flat, or matches elsewhere."""
+        warped = resize(warped, self.shape)
+        square = torch.zeros_like(self.fixed)
+        for axis, side in enumerate(size, start=2):
+            voxels = self.fixed.shape[axis]
+            steps = _slides(SLIDES, voxels)
+            matches = [local_correlation(warped.roll(n, axis), self.fixed, WINDOW).square() for n in steps]
+            square += _mean_square(torch.stack(matches) / LIKELY, steps) * (side / max(voxels - 1, 1)) ** 2
+        return square.sqrt()[0, 0]
+
+
+def _slides(most: int, voxels: int) -> list[int]:
+    reach = min(most, (voxels - 1) // 2)
+    return list(range(-reach, reach + 1))
+
+
+def _mean_square(odds: Tensor, steps: Sequence[int]) -> Tensor:
+    """The mean of the squares of steps with these logarithms (steps, ...) of their odds."""
+    squares = torch.tensor([float(n * n) for n in steps], device=odds.device)
+    return torch.einsum("s,s...->...", squares, odds.float().softmax(0))
+
+
+def mutual_information(first: Tensor, second: Tensor, counted: Tensor) -> float:
+    """Of the intensities of two images from 0 to 1 at the places that count, in nats."""
+    levels = [(image[counted] * LEVELS).long().clamp(0, LEVELS - 1) for image in (first, second)]
+    joint = torch.bincount(levels[0] * LEVELS + levels[1], minlength=LEVELS**2).reshape(LEVELS, LEVELS).double()
+    joint = joint / joint.sum().clamp(min=1)
+    apart = joint.sum(0) * joint.sum(1)[:, None]
+    seen = joint > 0
+    return float((joint[seen] * (joint[seen] / apart[seen]).log()).sum())
+
+
 def similarity(warped: Tensor, fixed: Tensor, inside: Tensor | None = None) -> Similarity:
-    """Compare a warped image with the fixed one, and with itself in deliberately wrong alignments: shifted both ways
-    along each axis, and mirrored. Squared local correlation does not mind inverted contrast. Only windows inside the
-    foreground count, since outlines resemble one another in any pair."""
-    shape = [min(n, COARSE) for n in fixed.shape[2:]]
-    counted = foreground(fixed) if inside is None else inside
-    mask = resize(counted[None, None].to(fixed), shape)
-    warped, fixed = resize(warped, shape), resize(fixed, shape)
-    mean, square = (gaussian_blur(image, WINDOW) for image in (fixed, fixed * fixed))
-    variance = (square - mean * mean).clamp(min=0)
-    full = gaussian_blur(mask, WINDOW) / gaussian_blur(torch.ones_like(mask), WINDOW)
-    inner = (full > INNER).to(mask)
-    weight = (inner if bool(inner.any()) else mask) * variance / (variance + CONTRAST)
-    total = weight.sum().clamp(min=1e-6)
-
-    def average(values: Tensor) -> float:
-        return float((weight * values).sum() / total)
-
-    signed = local_correlation(warped, fixed, WINDOW)
-    squared = signed.square()
-    right = average(squared)
-    wrong = [average(local_correlation(other, fixed, WINDOW).square()) for other in wrong_alignments(warped)]
-    usual = sum(wrong) / len(wrong)
-    root = math.sqrt(max(right, 1e-6))
-    return Similarity(squared[0, 0], right, (right - usual) / max(1 - usual, 1e-6), average(signed) / root)
+    """Compare a warped image with the fixed one in windows."""
+    return Windows(fixed, inside).similarity(warped)
 
 
 def wrong_alignments(image: Tensor) -> Iterator[Tensor]:
@@ -253,18 +353,22 @@ def _slope(image: Tensor, size: Sequence[float]) -> Tensor:
 
 def deformation(
     phi: Transform, fixed: Tensor, inside: Tensor, size: Sequence[float], moving_size: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """How far a map is from the affine map closest to it over a foreground, in mm of the moving image; and how much it
-    stretches relative to that map, in mm for each mm."""
+) -> tuple[Tensor, Tensor, float]:
+    """How far a map is from the affine map closest to it over a foreground, in mm of the moving image; how much it
+    stretches relative to that map, in mm for each mm; and by which factor that map stretches or shrinks the direction
+    that it changes most, as a logarithm."""
     points, mapped = voxel_points(fixed).float(), phi.on_grid_of(fixed).float()
     affine = fit_affine(points[:, inside], mapped[:, inside])
-    apart = ((mapped - affine(points)) * torch.tensor(list(moving_size), device=mapped.device).float())[0]
+    here, there = (torch.tensor([max(mm, 1e-6) for mm in sides]).to(mapped) for sides in (size, moving_size))
+    apart = ((mapped - affine(points)) * there)[0]
     slopes = [
         torch.gradient(apart, spacing=max(side, 1e-6) / (voxels - 1), dim=axis)[0].square().sum(-1)
         for axis, (side, voxels) in enumerate(zip(size, inside.shape, strict=True))
         if voxels > 1
     ]
-    return apart.norm(dim=-1), torch.stack(slopes).sum(0).sqrt()
+    factors = torch.linalg.svdvals((affine.linear[0] * there[:, None] / here).cpu())
+    strain = float(factors.clamp(1e-3, 1e3).log().abs().max())
+    return apart.norm(dim=-1), torch.stack(slopes).sum(0).sqrt(), strain
 
 
 def overlap(warped: Tensor, inside: Tensor) -> tuple[float, float]:
@@ -317,6 +421,36 @@ def attention_entropy(inside: Inside, counted: Tensor, phi: Transform) -> tuple[
     matched = interpolate(inside.moving_features.float().movedim(-1, 1), there / (sides - 1).clamp(min=1))[0].mT
     entropy, surprise = -(attention.exp() * attention).sum(-1), total - (queries * matched).sum(-1)
     return float(entropy.mean()) / math.log(len(keys)), float(surprise.mean()) / math.log(len(keys))
+
+
+@torch.no_grad()
+def feature_match(
+    inside: Inside, counted: Tensor, phi: Transform, size: Sequence[float]
+) -> tuple[Tensor, Tensor, float]:
+    """(*pooled shape): the cosine of the features of both images at the result φ; how far from it they may match in
+    mm, as attention weighs places along each axis; and by how much the cosine exceeds that of wrong alignments over a
+    foreground, as a fraction of what could be. `size` is the moving image's."""
+    shape = inside.fixed_features.shape[1:-1]
+    indices = torch.stack(torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij"), dim=-1)[None]
+    points = _through(inside.fixed_to_unit, indices.float().to(inside.fixed_features.device))
+    there = _through(np.linalg.inv(inside.moving_to_unit), phi(points))
+    last = (torch.tensor(inside.keys.shape, device=there.device) - 1).clamp(min=1)
+    queries, keys = inside.fixed_features.float().movedim(-1, 1), inside.moving_features.float().movedim(-1, 1)
+
+    def matched(offset: Tensor) -> Tensor:
+        return interpolate(keys, (there + offset) / last)
+
+    square = torch.zeros(shape, device=there.device)
+    for axis, side in enumerate(size):
+        steps = _slides(FEATURE_SLIDES, shape[axis])
+        unit = torch.eye(len(size), device=there.device)[axis]
+        odds = torch.stack([(queries * matched(n * unit)).sum(1)[0] for n in steps])
+        square += _mean_square(odds, steps) * (side * float(inside.moving_to_unit[axis, axis])) ** 2
+    here = matched(torch.zeros(len(size), device=there.device))
+    cosine = torch.nn.functional.cosine_similarity(here, queries, dim=1)
+    wrong = [torch.nn.functional.cosine_similarity(other, queries, dim=1) for other in wrong_alignments(here)]
+    right, usual = (float(one[0][counted].mean()) for one in (cosine, torch.stack(wrong).mean(0)))
+    return cosine[0], square.sqrt(), (right - usual) / max(1 - usual, 1e-6)
 
 
 def _through(matrix: npt.NDArray[Any], points: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -84,6 +85,8 @@ def gather(answer: Answer, budget: Budget) -> Gathered:
     local["network_disagreement"] = own
     local["moved"] = measure.difference(seen.maps[0], first[0], seen.fixed, seen.moving_size)
     numbers["moved_mm"] = seen.average(local["moved"])
+    earlier = interpolate(seen.moving, first[0].on_grid_of(seen.fixed), outside="zeros")
+    numbers["network_similarity"] = seen.windows.alike(earlier)
 
     def affordable(share: float) -> bool:
         return time.perf_counter() - began + share * budget.network_seconds <= budget.seconds
@@ -91,13 +94,21 @@ def gather(answer: Answer, budget: Budget) -> Gathered:
     try:
         if _attends(answer.network) and affordable(ATTENTION_SHARE):
             features = _attention(answer, numbers, local)
+        given, result = (phi.on_grid_of(answer.pair.fixed.tensor).float() for phi in (first[0], seen.maps[0]))
         found: dict[str, list[Tensor]] = {}
         for name, probe in _probes(answer.pair.moving.tensor, seen.moving_size):
             if affordable(PROBE_SHARE):
-                found.setdefault(name, []).append(_certificate(answer, first[0], probe, seen.fixed.shape[2:]))
-        for name, maps in found.items():
-            local[name] = torch.stack(maps).mean(0)
+                found.setdefault(name, []).append(_followed(answer, probe))
+        for name, answers in found.items():
+            apart = [measure.distance(one - given, seen.moving_size) for one in answers]
+            local[name] = seen.resized(torch.stack(apart).mean(0))
             numbers[f"{name}_mm"], numbers[f"{name}_95_mm"] = seen.quantiles(local[name])
+        if len(found) > 1:
+            every = [given, *(one for answers in found.values() for one in answers)]
+            scatter, opinion = measure.opinions(every, result, seen.moving_size)
+            local["scatter"], local["opinion"] = seen.resized(scatter), seen.resized(opinion)
+            numbers["scatter_mm"] = seen.quantiles(local["scatter"])[0]
+            numbers["opinion_mm"] = seen.quantiles(local["opinion"])[0]
     except torch.cuda.OutOfMemoryError:
         logger.warning("the GPU has too little memory for all evidence about the result: some of it is left out")
     return Gathered(Evidence(**numbers), local, features)
@@ -127,9 +138,11 @@ class _Seen:
         phi, psi = self.maps
         warped = interpolate(self.moving, phi.on_grid_of(self.fixed), outside="zeros")
         apart = measure.disagreement(phi, psi, self.fixed, self.size)
-        alike = measure.similarity(warped, self.fixed, self.inside)
+        alike = self.windows.similarity(warped)
+        before = self.windows.alike(self.moving)
+        drift = self.windows.drift(warped, self.size)
         left = measure.residual(warped, self.fixed, self.size)
-        bent, stretched = measure.deformation(phi, self.fixed, self.inside, self.size, self.moving_size)
+        bent, stretched, strain = measure.deformation(phi, self.fixed, self.inside, self.size, self.moving_size)
         covered, overlap = measure.overlap(warped, self.inside)
         scale = 1.0
         for here, there in zip(self.size, self.moving_size, strict=True):
@@ -142,6 +155,10 @@ class _Seen:
             "deformation_mm": self.average(bent),
             "similarity": alike.mean,
             "similarity_excess": alike.excess,
+            "similarity_gain": (alike.mean - before) / max(1 - before, 1e-6),
+            "information_excess": self.windows.information(warped),
+            "drift_mm": self.windows.median(drift),
+            "strain": strain,
             "agreement": alike.agreement,
             "covered": covered,
             "overlap": overlap,
@@ -150,9 +167,18 @@ class _Seen:
             "volume": volume,
             "gain": measure.optimisation_gain(losses),
         }
-        local = {"disagreement": apart, "similarity": alike.squared, "residual": left, "deformation": bent}
+        local = {"disagreement": apart, "residual": left, "deformation": bent, "drift": drift}
+        local |= {"similarity": alike.squared, "excess": alike.beyond}
         local["stretch"] = stretched * numbers["extent_mm"]  # in mm over the extent, like the rest
         return numbers, local | {"flatness": measure.flatness(self.fixed, self.size)}
+
+    @functools.cached_property
+    def windows(self) -> measure.Windows:
+        return measure.Windows(self.fixed, self.inside)
+
+    def resized(self, values: Tensor) -> Tensor:
+        """A map (*shape) on this grid."""
+        return resize(values[None, None], self.fixed.shape[2:])[0, 0]
 
     def average(self, values: Tensor) -> float:
         return float(values[self.inside].mean())
@@ -180,7 +206,7 @@ def _attends(network: RegistrationAlgorithm) -> bool:
 
 
 def _attention(answer: Answer, numbers: dict[str, float], local: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Add the spread and the entropy of attention, and return pooled features."""
+    """Add the spread and the entropy of attention, and how features match, and return pooled features."""
     assert answer.network is not None
     fixed, moving = answer.pair
     size, phi = _size(moving), answer.maps[0]
@@ -190,7 +216,9 @@ def _attention(answer: Answer, numbers: dict[str, float], local: dict[str, Tenso
     spread = measure.attention_spread(covariance, size)
     apart = measure.distance(mean[None] - phi.to(inside.fixed).on_grid_of(inside.fixed), size)
     here, there = measure.foreground(inside.fixed), measure.foreground(inside.moving)
-    local["spread"], local["attention"] = spread, apart
+    alike, drift, excess = measure.feature_match(inside, here, phi.to(inside.fixed), size)
+    local |= {"spread": spread, "attention": apart, "likeness": alike, "feature_drift": drift}
+    numbers["feature_excess"], numbers["feature_drift_mm"] = excess, float(drift[here].median())
     numbers["spread_mm"] = float(spread[here].mean())
     numbers["attention_mm"] = float(apart[here].median())
     numbers["entropy"], numbers["surprise"] = measure.attention_entropy(inside, here, phi.to(inside.fixed))
@@ -208,9 +236,8 @@ def _probes(moving: Tensor, size: Sequence[float]) -> list[tuple[str, Affine]]:
     ]
 
 
-def _certificate(answer: Answer, phi: Transform, probe: Affine, shape: Sequence[int]) -> Tensor:
+def _followed(answer: Answer, probe: Affine) -> Tensor:
     assert answer.network is not None
     moving, fixed = answer.pair.moving.tensor, answer.pair.fixed.tensor
     with mixed_precision(fixed.device):
-        apart = measure.certificate(answer.network, moving, fixed, phi, probe, _size(answer.pair.moving))
-    return resize(apart[None, None], shape)[0, 0]
+        return measure.followed(answer.network, moving, fixed, probe)

@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping
 LEAST = 1e-3
 """Distances below this fraction of the foreground's extent count as this."""
 
-SMOOTH = "smooth_"
-"""What precedes the name of local evidence that is averaged over windows."""
+SMOOTH = {"smooth_": 0.03, "wide_": 0.08}
+"""What precedes the name of local evidence that is averaged over Gaussian windows, and their deviation as a fraction of
+the longest side."""
+SHARES = {"dissimilarity": "similarity", "no_excess": "excess", "mismatch": "likeness"}
+"""Local numbers that are 1 minus a share, and where that share is found. All others are distances."""
 LOCAL = (
     "network_disagreement",
     "disagreement",
     "turn",
     "shift",
+    "scatter",
+    "opinion",
     "spread",
     "attention",
     "moved",
@@ -22,9 +27,20 @@ LOCAL = (
     "stretch",
     "residual",
     "flatness",
-    "dissimilarity",
+    "drift",
+    "feature_drift",
+    *SHARES,
 )
 """Names of local evidence."""
+
+
+def split_name(name: str) -> tuple[float, str]:
+    """The windows that local evidence is averaged over, 0 for none, and its plain name."""
+    for prefix, window in SMOOTH.items():
+        if name.startswith(prefix):
+            return window, name.removeprefix(prefix)
+    return 0.0, name
+
 
 Values = Mapping[str, float]
 
@@ -85,6 +101,15 @@ NUMBERS: dict[str, Callable[[Values], float]] = {
     "attention": _relative("attention_mm"),
     "surprise": _plain("surprise"),
     "misorientation": _plain("misorientation"),
+    "scatter": _relative("scatter_mm"),
+    "opinion": _relative("opinion_mm"),
+    "network_dissimilarity": _missing("network_similarity"),
+    "no_gain": _missing("similarity_gain"),
+    "no_information": _missing("information_excess"),
+    "drift": _relative("drift_mm"),
+    "strain": _plain("strain"),
+    "mismatch": _missing("feature_excess"),
+    "feature_drift": _relative("feature_drift_mm"),
     "novelty": _logarithm("novelty"),
     "kinship": _logarithm("kinship"),
 }

@@ -60,7 +60,9 @@ def judge(gathered: Gathered, calibration: Calibration | None, about: Circumstan
         return replace(unknown, reasons=(reason,))
     if calibration is None:
         return replace(unknown, reasons=(why,))
-    numbers = numbers_of(evidence.to_json())
+    if about.dim != 3 and calibration.model == NONE:
+        return replace(unknown, reasons=("without a network, only volumes can be judged",))
+    numbers = numbers_of(evidence.to_json()) | beyond_usual(evidence, gathered.features, calibration)
     probability = calibration.probability(numbers)
     if math.isnan(probability):
         return replace(unknown, reasons=("too little evidence could be computed",))
@@ -82,13 +84,33 @@ def judge(gathered: Gathered, calibration: Calibration | None, about: Circumstan
 
 def with_features(evidence: Evidence, features: tuple[Tensor, Tensor] | None, calibration: Calibration) -> Evidence:
     """Add the distances of the pooled features from those of training, and from one another."""
-    if features is None or not calibration.kinds or len(calibration.deviation) != len(features[0]):
+    if features is None or not (apart := distances(features, calibration)):
         return evidence
-    fixed, moving = (one.double().cpu() for one in features)
+    novelty = max(min(one.values()) for one in apart)
     deviation = torch.tensor(list(calibration.deviation), dtype=torch.float64)
-    means = [torch.tensor(list(mean), dtype=torch.float64) for mean in calibration.kinds.values()]
-    novelty = max(min(mahalanobis(one, mean, deviation) for mean in means) for one in (fixed, moving))
+    fixed, moving = (one.double().cpu() for one in features)
     return replace(evidence, novelty=novelty, kinship=mahalanobis(fixed, moving, deviation))
+
+
+def beyond_usual(
+    evidence: Evidence, features: tuple[Tensor, Tensor] | None, calibration: Calibration
+) -> dict[str, float]:
+    """Numbers compared with what is usual for the two kinds of scans that the features resemble most."""
+    if features is None or calibration.typical is None or not (apart := distances(features, calibration)):
+        return {}
+    fixed, moving = (min(one, key=one.__getitem__) for one in apart)
+    return calibration.typical.beyond(numbers_of(evidence.to_json()), fixed, moving)
+
+
+def distances(features: tuple[Tensor, Tensor], calibration: Calibration) -> list[dict[str, float]]:
+    """How far the pooled features of each scan are from those of each kind; empty if they cannot be compared."""
+    if not calibration.kinds or len(calibration.deviation) != len(features[0]):
+        return []
+    deviation = torch.tensor(list(calibration.deviation), dtype=torch.float64)
+    means = {kind: torch.tensor(list(mean), dtype=torch.float64) for kind, mean in calibration.kinds.items()}
+    return [
+        {kind: mahalanobis(one.double().cpu(), mean, deviation) for kind, mean in means.items()} for one in features
+    ]
 
 
 def reasons(evidence: Evidence, unusual: Mapping[str, float], about: Circumstances) -> list[str]:
@@ -105,6 +127,7 @@ def _word(name: str, evidence: Evidence, about: Circumstances) -> str:
         "uncovered_percent": 100 * (1 - evidence.covered),
         "overlap_percent": 100 * evidence.overlap,
         "gain_percent": 100 * evidence.gain,
+        "factor": math.exp(evidence.strain),
         "advice": ": use --io-sim mind, or leave it at auto" if about.io_sim in ("lncc", "ssd") else "",
     }
     return WORDS.get(name, "").format(**values)
@@ -138,6 +161,15 @@ WORDS = {
     "residual": "structures still seem to be {residual_mm:.1f} mm apart",
     "attention": "the result is {attention_mm:.1f} mm from where the network's attention points",
     "surprise": "the network's attention points elsewhere",
+    "scatter": "the network's answers differ by {scatter_mm:.1f} mm if the moving image is shifted or turned slightly",
+    "opinion": "the result is {opinion_mm:.1f} mm from what the network answers on average",
+    "network_dissimilarity": "the network's own result does not make the images similar",
+    "no_gain": "the registered images are hardly more similar than before",
+    "no_information": _ALIKE,
+    "drift": "structures match as well {drift_mm:.1f} mm away",
+    "strain": "a direction is stretched or shrunk by a factor of {factor:.1f}",
+    "mismatch": "the network sees different anatomy at corresponding places",
+    "feature_drift": "the network sees as good a match {feature_drift_mm:.1f} mm away",
     "misorientation": "the scans are more alike if one is mirrored or turned: check the headers",
     "novelty": "outside what {model} was trained on",
     "kinship": "the two scans seem to show different anatomy, or very different contrasts",
