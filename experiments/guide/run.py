@@ -22,6 +22,8 @@ import numpy as np
 
 from carlreg.files import images
 from carlreg.files.images import Image, Matrix, map_points
+from carlreg.model.files import read_metadata
+from carlreg.model.loaded import find_model
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -90,7 +92,8 @@ def main() -> None:
     for pair in PAIRS:
         with tempfile.TemporaryDirectory() as work:
             rows.append(correct(options.data / "abdomen" / "val", pair, Path(work)))
-        made = {"commit": commit(), "machine": machine(), "seed": 0}
+        version = read_metadata(find_model("default"))["version"]
+        made = {"commit": commit(), "machine": machine(), "seed": 0, "model": f"carl-base {version}"}
         options.out.write_text(json.dumps({**made, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
