@@ -39,7 +39,7 @@ def main() -> None:
     if wrong:
         sys.exit("\n".join(wrong))
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.name}/, no broken link")
-    print(f"read them from the folder; to search, too: {Path(sys.executable).name} -m http.server -d {SITE.name}")
+    print(f"open {SITE.name}/index.html; to search as well: {Path(sys.executable).name} -m http.server -d {SITE.name}")
 
 
 def stage(root: Path = ROOT, out: Path = STAGED) -> None:
@@ -48,6 +48,9 @@ def stage(root: Path = ROOT, out: Path = STAGED) -> None:
     shutil.rmtree(out, ignore_errors=True)
     todo = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     seen = set(todo)
+    (out / "docs").mkdir(parents=True)
+    for script in (root / "docs").glob("*.js"):
+        shutil.copyfile(script, out / "docs" / script.name)
     for page in todo:  # which grows
         text, targets = staged(page, root)
         todo += [target for target in targets if target not in seen]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import Page, needs_browser
 
 import carlreg
 
@@ -168,6 +169,22 @@ def test_the_website_has_every_page_and_what_pages_link_to(tmp_path: Path) -> No
         for link in LINK.findall(without_code(written.read_text(encoding="utf-8"))):
             if "://" not in link:
                 assert (written.parent / link.partition("#")[0]).exists(), f"{written} links to {link}"
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_website_in_a_folder_says_how_to_search_it(tab: Page, tmp_path: Path) -> None:
+    """With a header as the website has it. A script of the site runs after its own."""
+    assert re.search(r"^extra_javascript:\n  - docs/folder.js$", read("mkdocs.yml"), re.MULTILINE)
+    SITE["stage"](ROOT, tmp_path)
+    header = '<label for="__search">icon</label><div class="md-search"><button>Search</button></div>'
+    (tmp_path / "page.html").write_text(f'{header}<script src="docs/folder.js"></script>', encoding="utf-8")
+    tab.open((tmp_path / "page.html").as_uri())
+    tab.wait("document.getElementById('no-search')")
+    assert "python -m http.server" in tab.get("document.querySelector('.md-search').textContent")
+    assert tab.get("document.querySelectorAll('button').length") == 0
+    assert tab.get("document.querySelector('label').hidden")
+    assert tab.complaints == []
 
 
 def test_a_link_that_the_website_could_not_follow_is_refused(tmp_path: Path) -> None:

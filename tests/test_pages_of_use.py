@@ -81,3 +81,54 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(carlreg.__all__) <= set(headings)
     assert "- `warp(source, *, labels=None, inverse=False, outside=None)`: An image of the moving space" in text
     assert (DOCS / "api.md").is_file()
+
+
+def transforms_of_the_page() -> dict[str, Any]:
+    """What the page about MONAI and TorchIO defines."""
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "pipelines.md").read_text(encoding="utf-8"), re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A scan, the same elsewhere, and its labels: checkered, so that a voxel between two others is noticed."""
+    data = np.random.default_rng(0).random((20, 20, 18), dtype=np.float32)
+    affine = np.diag([1.5, -1.5, 2.0, 1.0])
+    shifted = affine.copy()
+    shifted[:3, 3] = (6, -3, 4)
+    images.write(Image(data, affine), tmp_path / "fixed.nii.gz")
+    images.write(Image(data, shifted), tmp_path / "moving.nii.gz")
+    images.write(Image((3 * (data > 0.5)).astype(np.uint8), shifted), tmp_path / "organs.nii.gz")
+    return {name: str(tmp_path / f"{name}.nii.gz") for name in ("fixed", "moving", "organs")}
+
+
+def test_the_transform_for_monai_in_monai(files: dict[str, str]) -> None:
+    """As users have it: read from files, in a Compose, batched by a DataLoader."""
+    pytest.importorskip("monai")
+    from monai.data import DataLoader, Dataset, MetaTensor
+    from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged
+
+    names, keys = transforms_of_the_page(), list(files)
+    steps = [LoadImaged(keys), EnsureChannelFirstd(keys), names["Registerd"](labels=["organs"], **names["quick"])]
+    (batch,) = DataLoader(Dataset([files], Compose(steps)), batch_size=1)
+    assert isinstance(batch["moving"], MetaTensor)
+    assert batch["organs"].shape == (1, 1, 20, 20, 18)
+    expected = 3 * (images.read(files["fixed"]).data > 0.5)
+    assert np.array_equal(batch["organs"][0, 0].numpy(), expected)
+    assert np.allclose(batch["moving"][0].affine, np.diag([-1.5, 1.5, 2.0, 1.0]))
+
+
+def test_the_transform_for_torchio_in_torchio(files: dict[str, str]) -> None:
+    tio = pytest.importorskip("torchio")
+    names = transforms_of_the_page()
+    scans = {name: tio.ScalarImage(files[name]) for name in ("fixed", "moving")}
+    subject = tio.Subject(**scans, organs=tio.LabelMap(files["organs"]), age=62)
+    moved = tio.Compose([names["RegisterSubject"](**names["quick"])])(subject)
+    assert isinstance(moved["organs"], tio.LabelMap)
+    assert moved["age"] == 62
+    expected = 3 * (images.read(files["fixed"]).data > 0.5)
+    assert np.array_equal(moved["organs"].data[0].numpy(), expected)
+    assert np.allclose(moved["moving"].affine, np.diag([-1.5, 1.5, 2.0, 1.0]))
