@@ -86,14 +86,22 @@ EVIDENCE = {
     "turn_95": "certificate, turned: 95th percentile",
     "shift": "certificate, shifted: median",
     "shift_95": "certificate, shifted: 95th percentile",
+    "scatter": "scatter of the network's answers to shifted and turned copies",
+    "opinion": "distance of the result from the mean of these answers",
     "spread": "spread of attention",
     "entropy": "entropy of attention",
     "attention": "distance of the result from the centre of attention",
     "surprise": "attention at the result",
+    "mismatch": "features against wrong alignments",
+    "feature_drift": "how far from the result features may match",
     "kinship": "kinship of the two scans' features",
     "novelty": "novelty of the features",
     "dissimilarity": "similarity",
     "no_excess": "similarity against wrong alignments",
+    "no_gain": "similarity against that before",
+    "network_dissimilarity": "similarity of the network's own result",
+    "no_information": "mutual information against wrong alignments",
+    "drift": "how far from their places windows may match",
     "residual": "distance of structures by the contrast that is left",
     "contrast": "agreement of contrasts",
     "uncovered": "coverage of the fixed image",
@@ -102,6 +110,7 @@ EVIDENCE = {
     "extreme": "extreme changes of volume",
     "volume": "deviation of the change of volume",
     "deformation": "distance from an affine map",
+    "strain": "stretching or shrinking by the affine part",
     "misorientation": "similarity gained by mirroring or turning a scan",
     "moved": "how far optimisation moved the answer",
     "gain": "loss removed by optimisation",
@@ -159,11 +168,15 @@ def confidence_map() -> Iterator[Sequence[str]]:
 
 @table
 def confidence_alone() -> Iterator[Sequence[str]]:
-    yield "evidence", "all pairs", "same anatomy"
+    yield "evidence", "all pairs", "same anatomy", "all pairs, compared", "in the verdict"
     found = result("confidence/results.json")["alone"]
+    fitted = ROOT / "src" / "carlreg" / "model" / "weights" / "carl-base.confidence.json"
+    model = json.loads(fitted.read_text(encoding="utf-8"))["failure"][0]
+    used = [name for name, weight in zip(model["names"], model["weights"], strict=True) if weight > 0]
     for name, words in EVIDENCE.items():
-        numbers = (found.get(name, {}).get(key) for key in ("all", "same_anatomy"))
-        yield words, *("–" if value is None else f"{value:.2f}" for value in numbers)
+        numbers = (found.get(name, {}).get(key) for key in ("all", "same_anatomy", "compared"))
+        columns = ("–" if value is None else f"{value:.2f}" for value in numbers)
+        yield words, *columns, "yes" if name in used else "compared" if f"beyond_{name}" in used else ""
 
 
 @table
@@ -251,7 +264,7 @@ SETS = {
 @table
 def base_at_the_grid() -> Iterator[Sequence[str]]:
     yield "", "pairs", "before", "after", "folds, %"
-    scores = result("base/results/scores-12.json")["before"]["val"]  # before a run that was discarded: as shipped
+    scores = result("base/results/scores-13.json")["after"]["val"]
     for words, kind in (
         ("brain, 14 subcortical structures", "brain"),
         ("the same, moving brain in another contrast", "brain_other_contrast"),
@@ -264,6 +277,26 @@ def base_at_the_grid() -> Iterator[Sequence[str]]:
     ):
         row = scores[kind]
         yield words, str(row["pairs"]), *three([row["before"], row["dice"], row["folds"]])
+
+
+@table
+def two_d() -> Iterator[Sequence[str]]:
+    yield "", "pairs", "before", "network", "optimised", "folds, %, network", "folds, %, optimised"
+    scores = result("base/results/scores-2d.json")
+    rows = {f"retinas, {name}": row for name, row in scores["test"].items()}
+    for words, kind in (
+        ("brains, 14 subcortical structures", "brain"),
+        ("abdomen CT, 13 organs", "abdomen"),
+        ("abdomen MR, 4 organs", "abdomen_mr"),
+        ("hearts, 3 structures", "cardiac"),
+    ):
+        rows[f"slices of {words}"] = scores["dev"][kind]
+        rows["the same, moving slice in another contrast (" + words.split(",")[0] + ")"] = scores["dev"][
+            f"{kind}, other contrast"
+        ]
+    for name, row in rows.items():
+        values = three(row[key] for key in ("before", "dice", "dice_optimized", "folds", "folds_optimized"))
+        yield name, str(round(row["pairs"])), *values
 
 
 @table
@@ -340,6 +373,45 @@ def base_6() -> Iterator[Sequence[str]]:
 def base_7() -> Iterator[Sequence[str]]:
     runs = (("scores-10.json", "before"), ("scores-10.json", "after"))
     yield from versions_of_base(("carl-base 6", "carl-base 7"), runs)
+
+
+@table
+def base_8() -> Iterator[Sequence[str]]:
+    runs = (("scores-13.json", "before"), ("scores-13.json", "after"))
+    yield from versions_of_base(("carl-base 7", "carl-base 8"), runs)
+
+
+@table
+def loss_weights() -> Iterator[Sequence[str]]:
+    yield "", "mean of dev", "brain", "abdomen CT", "hearts", "folds, % (brain, abdomen CT)"
+    words = {
+        "as before": "λ 1.5, labels 1, window 4, as before",
+        "labels 3": "labels 3",
+        "labels 3, window 2": "labels 3, window 2",
+        "labels 3, window 2, λ 0.5": "labels 3, window 2, λ 0.5",
+    }
+    for name, row in result("base/results/weights.json")["rows"].items():
+        scores = row["scores"]
+        hearts = (scores["cardiac_systole_fixed"]["dice"] + scores["cardiac_diastole_fixed"]["dice"]) / 2
+        folds = ", ".join(f"{scores[kind]['folds']:.3f}" for kind in ("brain", "abdomen"))
+        yield words[name], *three([row["mean"], scores["brain"]["dice"], scores["abdomen"]["dice"], hearts]), folds
+
+
+@table
+def passes_and_averages() -> Iterator[Sequence[str]]:
+    kinds = {
+        "brain": "brain",
+        "brain_other_contrast": "another contrast",
+        "abdomen": "abdomen CT",
+        "cardiac_systole_fixed": "heart, systole fixed",
+        "cardiac_diastole_fixed": "diastole fixed",
+        "hippocampus": "hippocampus",
+    }
+    yield "passes", *kinds.values()
+    rows = result("base/results/passes-7.json")["rows"]
+    for way in ("", ", mirrored", ", shifted", ", mirrored and shifted"):
+        for number in (1, 2, 3):
+            yield f"{number}{way}", *three([rows[f"{kind}, {number}{way}"]["dice"] for kind in kinds])
 
 
 @table
