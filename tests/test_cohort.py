@@ -27,7 +27,7 @@ from carlreg.cli import main
 from carlreg.cli.cohort import _conclude
 from carlreg.cohort.bids import find_bids_pairs
 from carlreg.cohort.check import BadPairsError
-from carlreg.cohort.folder import RESERVED, Board
+from carlreg.cohort.folder import RESERVED, Board, CohortFolder
 from carlreg.cohort.gallery import gallery
 from carlreg.cohort.options import CohortOptions
 from carlreg.cohort.rows import Row
@@ -354,6 +354,30 @@ def test_killed_at_random_moments_and_resumed(data: Path, unbroken: Path, tmp_pa
     assert all(float(row["seconds"]) > 0 and row["inverse_error_mm"] for row in rows(out).values())
     assert bits(out) == bits(unbroken)
     assert not list(out.rglob("*.carl-tmp")), "leftovers of a killed run"
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from carlreg.cohort.folder import CohortFolder
+
+def replace(source, target, rename=os.replace):
+    rename(source, target)
+    os._exit(9)
+
+os.replace = replace
+CohortFolder(Path(sys.argv[1])).pin({"seed": 0}, {}, overwrite=False)
+"""
+
+
+def test_killed_when_the_settings_have_just_been_written(tmp_path: Path) -> None:
+    """The next run has no reason to write them again, but cleans up."""
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    process = subprocess.run([sys.executable, "-c", KILLED, tmp_path], env=environment, check=False)
+    assert process.returncode == 9
+    assert list(tmp_path.glob(".cohort.json.*.carl-tmp"))
+    CohortFolder(tmp_path).pin({"seed": 0}, {}, overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["cohort.json"]
 
 
 def test_shards_share_a_folder(data: Path, tmp_path: Path) -> None:

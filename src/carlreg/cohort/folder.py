@@ -20,7 +20,7 @@ from carlreg.cohort.gallery import gallery
 from carlreg.cohort.rows import Row, summary
 from carlreg.cohort.shard import Shard
 from carlreg.errors import OVERWRITE, ExistsError, InputError, OutputError
-from carlreg.files.atomic import append_lines, in_turn, only_writer, write_atomically
+from carlreg.files.atomic import append_lines, in_turn, only_writer, sweep, write_atomically
 
 SETTINGS, SUMMARY, GALLERY, ROWS = "cohort.json", "summary.csv", "index.html", ".rows"
 RESERVED = (SETTINGS, SUMMARY, GALLERY, ROWS)
@@ -40,6 +40,7 @@ class CohortFolder:
         Returns whether the cohort has been overwritten, so that results with other settings are of an older one. A
         setting that a cohort of an earlier version lacks is compared with its default.
         """
+        sweep(self.path / SETTINGS)  # a run that goes on does not write it again
         held = None if overwrite else self._read_settings()
         if held is None:
             content = {"settings": dict(settings), "overwritten": overwrite}

@@ -53,6 +53,12 @@ def write_atomically(path: PathLike, content: bytes | Callable[[Path], object], 
             _flush_folder(target.parent)
 
 
+def sweep(path: PathLike) -> None:
+    """Remove what killed writers of a file left beside it. Every new writer does so itself."""
+    target = Path(os.path.realpath(path))
+    _sweep(target.parent, target.name)
+
+
 def append_lines(path: PathLike, lines: Iterable[str]) -> None:
     """Append lines to a file and flush it to the disk. If the process is killed, no line but these is lost.
 
