@@ -83,6 +83,41 @@ def test_gradients_are_those_of_the_loss(
     assert float(slope) == pytest.approx(float((ends[0] - ends[1]) / (2 * step)), rel=1e-3)
 
 
+@pytest.mark.parametrize(("fixed", "moving", "spacing"), GRIDS)
+def test_bending_is_the_mean_square_of_differences(
+    fixed: tuple[int, ...], moving: tuple[int, ...], spacing: tuple[float, ...]
+) -> None:
+    """Against NumPy, in mm; its gradient against autograd."""
+    torch.manual_seed(1)
+    f, m = (Picture(torch.rand(1, 1, *shape, dtype=torch.float64), None, spacing) for shape in (fixed, moving))
+    side = _Level(f, m, 1.0, SETTINGS).sides[0]
+    moves = torch.randn_like(side.grid)
+    places = (moves[0] * torch.tensor(m.size).reshape(-1, *(1,) * len(fixed))).numpy()
+    expected = sum(
+        ((np.diff(places, axis=axis) / (k * mm)) ** 2).sum(0).mean()
+        for axis, (k, mm) in enumerate(zip(f.stride, spacing, strict=True), start=1)
+    )
+    found, gradient = side.bending(moves)
+    assert float(found) == pytest.approx(expected)
+    leaf = moves.clone().requires_grad_()
+    (right,) = torch.autograd.grad(side.bending(leaf)[0], leaf)
+    assert torch.allclose(gradient, right)
+
+
+def test_stiff_changes_are_smooth() -> None:
+    """A start that a stiff optimisation may move as a whole, but hardly bend."""
+    shape, spacing = (48, 40), (1.0, 1.0)
+    fixed, moving = texture(shape, 0.0, spacing), texture(shape, 1.5, spacing)
+    moving[..., 24:, :] = texture(shape, -1.5, spacing)[..., 24:, :]  # halves that move apart
+    bent = {}
+    for stiffness in (0.0, 1.0, 1000.0):
+        result = optimize_fields(Identity(), Identity(), moving, fixed, weight=0.0, stiffness=stiffness)
+        field = result.transform.on_grid_of(fixed)[0] - Identity().on_grid_of(fixed)[0]
+        bent[stiffness] = float(field.diff(dim=0).square().mean())
+    assert bent[0.0] > 2 * bent[1.0] > 0
+    assert bent[1.0] > 20 * bent[1000.0]
+
+
 def test_cells_without_contrast_are_not_sampled_and_do_not_count() -> None:
     picture = Picture(torch.zeros(1, 1, 64, 64), None, (1.0, 1.0))
     picture.image[..., 20:30, 20:30] = torch.rand(10, 10)

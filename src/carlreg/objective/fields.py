@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +30,7 @@ from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, multiply_axes
 from carlreg.geometry.jacobian import determinant
 from carlreg.geometry.transforms import DisplacementField, Transform
+from carlreg.geometry.unfolding import LEAST, smallest_determinant, unfold
 from carlreg.objective.guide import Guide
 from carlreg.objective.losses import Loss, Similarity, extrapolation, find_similarity
 from carlreg.objective.rigidity import Rigidity
@@ -52,8 +52,8 @@ SLOW = 0.02
 """Fields change more slowly where the gradient of the loss by a voxel, times the number of voxels, is below this."""
 GAIN = 0.02
 """A start stays as it is if the loss does not fall by this fraction."""
-REPAIRS, LEAST_VOLUME = 20, 0.01
-"""Where a voxel keeps less than this fraction of its volume, the result is smoothed, at most so many times."""
+REPAIRS = 20
+"""Where folds are left in the end, the result is smoothed, at most so many times."""
 CHECK, STILL = 10, 0.002
 """A level ends early if the lowest loss has fallen by no more than this fraction in so many steps."""
 CHESSBOARD = 2
@@ -111,6 +111,7 @@ def optimize_fields(
     learning_rate: float = 1.0,
     decay: float = 0.0,
     smoothing: float = 2.0,
+    stiffness: float = 0.0,
     similarity: str | Similarity = "lncc",
     window: float = 2.0,
     weight: float = FIELD_WEIGHT,
@@ -152,7 +153,9 @@ def optimize_fields(
     check_finite(fixed, "fixed")
     ones = (1.0,) * (fixed.dim() - 2)
     demands: dict[str, Any] = {"guide": guide, "rigidity": rigidity}
-    settings = _Settings(similarity, window, weight, fold_weight, learning_rate, smoothing, seed, decay, **demands)
+    settings = _Settings(
+        similarity, window, weight, fold_weight, learning_rate, smoothing, seed, decay, stiffness, **demands
+    )
     if graphs is None and fixed.is_cuda:
         graphs = Graphs()
     with torch.inference_mode(False), torch.no_grad(), on_device(fixed):
@@ -201,6 +204,7 @@ class _Settings:
     smoothing: float
     seed: int
     decay: float = 0.0
+    stiffness: float = 0.0
     guide: Guide | None = None
     rigidity: Rigidity | None = None
 
@@ -442,9 +446,15 @@ class _Descent:
     def run(self) -> None:
         """Take a step."""
         level, settings, count = self.level, self.level.settings, self.count
-        fields = [f + side.moves(c) for f, c, side in zip(self.start, self.changes, level.sides, strict=True)]
+        moves = [side.moves(change) for change, side in zip(self.changes, level.sides, strict=True)]
+        fields = [field + move for field, move in zip(self.start, moves, strict=True)]
         positions = [side.grid + field for field, side in zip(fields, level.sides, strict=True)]
         parts, gradients = level._gradients(positions, (count[0] + settings.seed) % 2)
+        if settings.stiffness:
+            for move, gradient, side in zip(moves, gradients, level.sides, strict=True):
+                bent, by_move = side.bending(move)
+                parts[0].add_(bent, alpha=settings.stiffness)
+                gradient.add_(by_move, alpha=settings.stiffness)
         self.history.index_copy_(0, count, parts[None])
         better = parts[0] < self.lowest
         self.lowest.copy_(torch.where(better, parts[0], self.lowest))
@@ -577,10 +587,26 @@ class _Side:
         """The gradient by the changes, per voxel, so that it does not depend on the number of voxels."""
         return multiply_axes(gradient * (self.unit * gradient[0, 0].numel()), self.blur)  # symmetric
 
+    def bending(self, moves: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean of ‖∇m‖² for moves m (B, D, *control), in mm for each mm, and its gradient by them."""
+        places, by_places, total = moves * self.size, torch.zeros_like(moves), moves.new_zeros(())
+        for axis, (step, mm) in enumerate(zip(self.target.steps, self.target.size, strict=True), start=2):
+            if (cells := places.shape[axis] - 1) < 1:
+                continue
+            slope = places.diff(dim=axis) / (step * mm)
+            share = 1 / slope[:, 0].numel()
+            total = total + slope.square().sum() * share
+            slope = slope * (2 * share / (step * mm))
+            by_places.narrow(axis, 0, cells).sub_(slope)
+            by_places.narrow(axis, 1, cells).add_(slope)
+        return total, by_places * self.size
+
     def unfolded(self, field: Tensor) -> Tensor:
-        """The field, smoothed around folds until there are none: a few voxels in a thousand at most."""
+        """The field without folds, nearly the same; if it has very many, smoothed around them."""
+        steps, size = self.target.steps, self.source.size
+        field = torch.stack([unfold(one, steps, size) for one in field])
         for number in range(REPAIRS):
-            bad = _smallest_determinant(self.grid + field, self.target.steps) < LEAST_VOLUME
+            bad = smallest_determinant(self.grid + field, steps)[:, None] < LEAST
             if not bool(bad.any()):
                 break
             near = [gaussian(n, 1.0 + number // 4, field) for n in field.shape[2:]]
@@ -588,22 +614,6 @@ class _Side:
             inside = multiply_axes(torch.ones_like(field[:1, :1]), near)
             field = torch.lerp(field, multiply_axes(field, near) / inside, share)
         return field
-
-
-def _smallest_determinant(positions: Tensor, steps: Sequence[float]) -> Tensor:
-    """The smallest determinant at each voxel, by differences to either neighbour along each axis: (B, 1, *shape)."""
-    slopes = []
-    for axis, step in enumerate(steps, start=2):
-        slope = positions.diff(dim=axis) / step
-        if slope.shape[axis] == 0:
-            return torch.ones_like(positions[:, :1])
-        ends = slope.narrow(axis, 0, 1), slope.narrow(axis, slope.shape[axis] - 1, 1)
-        behind, ahead = torch.cat([ends[0], slope], dim=axis), torch.cat([slope, ends[1]], dim=axis)
-        slopes.append((behind.movedim(1, -1), ahead.movedim(1, -1)))
-    smallest = torch.full_like(positions[:, 0], math.inf)
-    for columns in itertools.product(*slopes):
-        smallest = torch.minimum(smallest, determinant(columns))
-    return smallest[:, None]
 
 
 def _across(values: Sequence[float], like: Tensor) -> Tensor:
