@@ -1,14 +1,13 @@
-"""Compare settings of field optimisation on kept-back training subjects: Dice, folds, losses and seconds.
+"""Compare settings of the optimisation of fields on kept-back training subjects: Dice, folds and seconds.
 
-    for set in brain abdomen cardiac hippocampus; do
-        python benchmarks/pack.py DATA carry/dev-$set.npz --dev --sets $set --most 4
-    done
-    PYTHONPATH=src python experiments/base/tune_fields.py carry/dev-*.npz --out experiments/base/results/fields-6.json
+    python experiments/base/tune_fields.py DATA --out experiments/base/results/fields-8.json
+    python experiments/base/tune_fields.py DATA --out OUT.json --sets cardiac --settings '[{}, {"stiffness": 3}]'
 
-Every pair is optimised with each of its set's settings, the arguments of `optimize_fields`, from the model's result or,
-with "start", from an affine map found by search or from the identity. Results are written after each, and those that
-the output already has are skipped. `--table` prints the means of a file. Results before fields-6.json are of earlier
-implementations.
+Every pair is prepared as `carl register` prepares it, and starts from the same answer of the network: on a CPU, from
+the usual grid where scans have voxels for a fine one. "settings" are changed arguments of `optimize_fields`; {} has
+those of `carl register`, null is the network alone. Labels are compared on the fixed scan's own voxels, at most 192 a
+side. Results are written after each pair, and those that the output already has are skipped. `--table` prints the means
+of a file. Files before fields-8.json were made by earlier versions of this script, from the network's usual grid.
 """
 
 from __future__ import annotations
@@ -17,145 +16,154 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from carlreg.files.images import Image, read
+from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.jacobian import folding
-from carlreg.geometry.transforms import Identity, Transform
-from carlreg.model.files import load
-from carlreg.model.loaded import load_model
-from carlreg.objective.fields import optimize_fields
-from carlreg.registration.affine_search import Scan, search_affine
+from carlreg.geometry.transforms import Transform, warp
+from carlreg.model.loaded import LoadedModel, load_model
+from carlreg.objective.fields import FIELD_WEIGHT, optimize_fields
+from carlreg.objective.metrics import dice, mean_score
+from carlreg.preparation import Prepared, prepare_pair
+from carlreg.registration.options import RegisterOptions
+from carlreg.registration.similarity import with_similarity
+from carlreg.registration.solve import _both, _field_grids, _field_settings
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from fields import Pair, machine_name  # type: ignore[import-not-found]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from made import commit, machine  # type: ignore[import-not-found]
 
+LABELS = {
+    "brain": (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60),
+    "abdomen": tuple(range(1, 14)),
+    "abdomen_mr": (1, 2, 3, 6),
+    "ct_mr": (1, 2, 3, 6),
+    "cardiac": (1, 2, 3),
+    "hippocampus": (1, 2),
+}
+SCAN = ".nii.gz"
 Settings = dict[str, Any]
-WIDE: list[Settings] = [
-    {},
-    {"window": 1.5},
-    {"steps": 10},
-    {"learning_rate": 0.5},
-    {"start": "affine"},
-    {"levels": 5},
-    {"fold_weight": 20.0},
-    {"weight": 2.0},
-    {"coarse_steps": 30},
-    {"steps": 10, "coarse_steps": 40, "decay": 0.9},
-    {"smoothing": 3.0},
-    {"window": 1.5, "weight": 2.0},
-    {"coarse_steps": 120},
-    {"levels": 3},
-    {"weight": 0.3},
-    {"window": 3.0},
-    {"smoothing": 1.5},
-    {"start": "affine", "levels": 5, "fold_weight": 20.0},
-    {"learning_rate": 2.0, "decay": 0.9},
-    {"similarity": "lncc2"},
-    {"steps": 40},
-]
-"""For brains and abdomens, the most important first."""
-SLICES: list[Settings] = [
-    {},
-    {"start": "identity"},
-    {"levels": 3},
-    {"weight": 10.0},
-    {"learning_rate": 0.3},
-    {"window": 4.0},
-    {"smoothing": 3.0},
-    {"smoothing": 4.0},
-    {"smoothing": 6.0},
-    {"smoothing": 4.0, "learning_rate": 0.3},
-    {"smoothing": 4.0, "levels": 3, "window": 4.0},
-    {"smoothing": 4.0, "start": "identity"},
-]
-"""For hearts in thick slices."""
-SMALL: list[Settings] = [
-    {"levels": levels, "learning_rate": rate, "smoothing": smoothing}
-    for smoothing in (2.0, 4.0, 6.0, 8.0)
-    for levels, rate in ((1, 0.1), (2, 0.1), (1, 0.3))
-]
-"""For crops of the hippocampus."""
-SETTINGS = {"hippocampus": SMALL, "cardiac": SLICES}
-Maps = tuple[Transform, Transform]
+SETTINGS: list[Settings | None] = [None, {}, *({"stiffness": amount} for amount in (0.3, 1.0, 3.0, 10.0))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", type=Path, nargs="+")
+    parser.add_argument("data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="model file (default: the default model)")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--settings", type=json.loads, help="a JSON list of keyword arguments, for all sets")
+    parser.add_argument("--model", default="default", help="name or file of a model")
+    parser.add_argument("--sets", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--pairs", type=int, nargs="+", default=list(range(6)), help="numbers of the pairs of each set")
+    parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="a JSON list of keyword arguments")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
     parser.add_argument("--table", action="store_true", help="only print the means of the output")
     arguments = parser.parse_args()
-    begin = time.monotonic()
-    report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    begin, rows = time.monotonic(), json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
     if arguments.table:
-        print("\n".join(sorted(map(line, report["rows"]))))
+        print("\n".join(means(rows)))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = load(arguments.model).to(device).eval() if arguments.model else load_model("default", device).network
-    report |= {"machine": machine_name(device), "torch": torch.__version__, "seed": 0}
-    pairs: dict[str, Any] = {}
-    for path in arguments.pairs:
-        with np.load(path) as arrays:
-            names = sorted({key.split("/")[0] for key in arrays})
-            pairs |= {name: Pair(arrays, name, network, device) for name in names}
-    starts: dict[tuple[str, str], Maps] = {}
-    sets = {name.rpartition("-")[0]: None for name in pairs}
-    wanted = [(name, arguments.settings or SETTINGS.get(name, WIDE)) for name in sets]
-    order = [(n, name, settings) for name, every in wanted for n, settings in enumerate([None, *every])]
-    for _, name, settings in sorted(order, key=lambda one: (one[1] in ("abdomen", "brain"), one[0])):
-        if (name, settings) in [(row["set"], row["settings"]) for row in report["rows"]]:
-            continue
-        if time.monotonic() - begin > arguments.seconds:
-            print("out of time", flush=True)
-            return
-        scores = []
-        for key in (key for key in pairs if key.rpartition("-")[0] == name):
-            options = dict(settings or {})
-            which = key, options.pop("start", "network")
-            if which not in starts:
-                starts[which] = start(pairs[key], which[1])
-            scores.append({"pair": key, **score(pairs[key], starts[which], None if settings is None else options)})
-        report["rows"].append({"set": name, "settings": settings, "commit": arguments.commit, "pairs": scores})
-        print(line(report["rows"][-1]), flush=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    model = load_model(arguments.model, device)
+    made = {"machine": torch.cuda.get_device_name() if device.type == "cuda" else machine(), "seed": 0}
+    made |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "sha256": model.provenance["sha256"]}
+    for name in arguments.sets:
+        for number in arguments.pairs:
+            known = [row["settings"] for row in rows if (row["set"], row["pair"]) == (name, number)]
+            missing = [settings for settings in arguments.settings if settings not in known]
+            if not missing or time.monotonic() - begin > arguments.seconds:
+                continue
+            pair = Pair.of(name, pairs(arguments.data, name)[number], model, device)
+            for settings in missing:
+                rows.append({"set": name, "pair": number, "settings": settings, "commit": commit()})
+                rows[-1] |= pair.score(settings)
+                print(json.dumps(rows[-1]), flush=True)
+                arguments.out.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
 
 
-def start(pair: Any, name: str) -> Maps:
-    if name == "network":
-        forward, backward = pair.answer()
-        return forward, backward
-    if name == "identity":
-        return Identity(), Identity()
-    moving, fixed = (Scan(getattr(pair, role), pair.spacings[f"{role}_spacing"]) for role in ("moving", "fixed"))
-    affine = search_affine(moving, fixed).transform
-    return affine, affine.inverse()
+def pairs(data: Path, name: str) -> list[tuple[Path, Path]]:
+    """(fixed, moving) of the last three training subjects: for hearts the phases of one patient, for CT with MR one of
+    each, otherwise different subjects."""
+
+    def last(folder: str, count: int) -> list[Path]:
+        return sorted(path for path in (data / folder / "train").glob(f"*{SCAN}") if "_labels" not in path.name)[
+            -count:
+        ]
+
+    if name == "cardiac":
+        scans = last(name, 6)
+        phases = [(scans[at], scans[at + 1]) for at in (0, 2, 4)]
+        return phases + [(moving, fixed) for fixed, moving in phases]
+    if name == "ct_mr":
+        ct, mr = last("abdomen", 3), last("abdomen_mr", 3)
+        return [(ct[0], mr[0]), (mr[1], ct[1]), (ct[2], mr[2]), (mr[0], ct[1]), (ct[1], mr[2]), (mr[2], ct[0])]
+    a, b, c = last(name, 3)
+    return [(a, b), (b, c), (c, a), (b, a), (c, b), (a, c)]
 
 
-def score(pair: Any, maps: Maps, settings: Settings | None) -> dict[str, float]:
-    """Of the start, without settings."""
-    begin, phi, losses = time.perf_counter(), maps[0], []
-    if settings is not None:
-        options = {"moving": pair.moving, "fixed": pair.fixed, **pair.spacings, **settings}
-        result = optimize_fields(*maps, **options)
-        phi, losses = result.transform, [result.losses[0]["total"], result.losses[result.best]["total"]]
-    if pair.fixed.is_cuda:
-        torch.cuda.synchronize()
-    row: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 4), "losses": losses}
-    return row | {"dice": pair.dice(phi), "folds": folding(phi, pair.fixed)}
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two scans on the grids of their fields, with labels, the network's answer, and what `carl register` would do."""
+
+    maps: tuple[Transform, Transform]
+    scans: dict[str, Any]
+    labels: tuple[Tensor, Tensor]  # moving, fixed
+    settings: Settings
+
+    @classmethod
+    def of(cls, name: str, paths: tuple[Path, Path], model: LoadedModel, device: torch.device) -> Pair:
+        fixed, moving = paths
+        quick = device.type == "cpu"
+        pair = prepare_pair(read(fixed), read(moving), model, device, quick=quick)
+        used = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
+        maps = _both(used.network, pair)
+        options, _ = with_similarity(RegisterOptions(), maps[0], pair)
+        shapes = _field_grids(pair, options)
+        scans: dict[str, Any] = {}
+        for role, one, shape in zip(("moving", "fixed"), (pair.moving, pair.fixed), shapes, strict=True):
+            scans |= {role: one.on_grid(shape)[0], f"{role}_spacing": one.spacing(shape)}
+        labels = (
+            on_grid(moving, pair.moving, shapes[0], LABELS[name]),
+            on_grid(fixed, pair.fixed, shapes[1], LABELS[name]),
+        )
+        weight = FIELD_WEIGHT if options.regularity is None else options.regularity
+        settings = {"similarity": options.io_sim, "weight": weight, **_field_settings(used.network, pair)}
+        return cls(maps, scans, labels, settings)
+
+    def score(self, settings: Settings | None) -> dict[str, Any]:
+        begin, phi = time.perf_counter(), self.maps[0]
+        if settings is not None:
+            options: dict[str, Any] = {**self.scans, **self.settings, **settings}
+            phi = optimize_fields(*self.maps, **options).transform
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        row = {"similarity": self.settings["similarity"], "seconds": round(time.perf_counter() - begin, 2)}
+        moving, fixed = self.labels
+        scores = dice(warp(moving, phi, like=fixed, mode="nearest"), fixed)
+        return row | {"dice": round(mean_score(scores), 4), "folds": round(folding(phi, self.scans["fixed"]), 5)}
 
 
-def line(row: dict[str, Any]) -> str:
-    means = {part: np.mean([one[part] for one in row["pairs"]]) for part in ("dice", "folds", "seconds")}
-    text = "network" if row["settings"] is None else json.dumps(row["settings"])
-    return f"{row['set']:12} {means['dice']:.4f} {means['folds']:.4f} % {means['seconds']:.3f} s  {text}"
+def on_grid(path: Path, one: Prepared, shape: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
+    """The labels of a scan over what the network sees of it."""
+    labels: Image = to_closest_ras(read(path.with_name(path.name.replace(SCAN, f"_labels{SCAN}"))))
+    values = torch.from_numpy((np.isin(labels.data, kept) * labels.data).astype(np.int16))[None, None]
+    assert one.source is not None
+    return one.source[2].on(shape).resample_labels(values).to(one.tensor)
+
+
+def means(rows: list[dict[str, Any]]) -> list[str]:
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["set"], json.dumps(row["settings"])), []).append(row)
+    lines = []
+    for (name, settings), group in sorted(found.items()):
+        values = [float(np.mean([row[part] for row in group])) for part in ("dice", "folds", "seconds")]
+        lines.append("{:12} {:2} pairs {:.4f} {:.4f} % {:6.2f} s  ".format(name, len(group), *values) + settings)
+    return lines
 
 
 if __name__ == "__main__":
