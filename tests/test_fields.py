@@ -225,6 +225,10 @@ def test_settings_depend_on_the_voxels_of_the_scans(
     pair = PreparedPair(one, one)
     assert solve._field_settings(torch.nn.Identity(), pair) == expected  # type: ignore[arg-type]
     assert solve._field_settings(NoNetwork(), pair) == solve.FAR
+    fine = Image(np.zeros((160, 160, 120), np.float32), np.eye(4), "scan")
+    other = Prepared(fine, torch.zeros(1, 1, *grid), None, "", fine.shape, "whole")
+    mixed = solve._field_settings(torch.nn.Identity(), PreparedPair(one, other))  # type: ignore[arg-type]
+    assert mixed == (solve.SLICES if slices > 5 else {})
 
 
 # ---- the early end --------------------------------------------------------------------------------------------------

@@ -670,7 +670,7 @@ def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(
     assert result.warped.shape == fixed.shape
 
 
-def test_fields_of_small_scans_are_optimised_gently(
+def test_fields_of_small_scans_are_kept_unless_much_is_gained(
     moving_network: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -687,5 +687,5 @@ def test_fields_of_small_scans_are_optimised_gently(
             fixed=image, moving=image, model=model, over="fields", io_iterations=1, regularity=regularity, device="cpu"
         )
         assert result.settings["regularity"] == (0.75 if regularity is None else regularity)
-    assert [one.get("levels") for one in asked] == [1, None, None]
+    assert [one.get("gain") for one in asked] == [0.4, None, None]
     assert [one["weight"] for one in asked] == [0.75, 0.75, 2.0]

@@ -1,7 +1,8 @@
-"""Compare settings of the optimisation of fields on kept-back training subjects: Dice, folds and seconds.
+"""Compare settings of the optimisation of fields on kept-back training subjects (dev): Dice, folds and seconds.
 
     python experiments/base/tune_fields.py DATA --out experiments/base/results/fields-8.json
     python experiments/base/tune_fields.py DATA --out OUT.json --sets cardiac --settings '[{}, {"stiffness": 3}]'
+    python experiments/base/tune_fields.py DATA --out OUT.json --val --settings '[null, {}]'
 
 Every pair is prepared as `carl register` prepares it, and starts from the same answer of the network: on a CPU, from
 the usual grid where scans have voxels for a fine one. "settings" are changed arguments of `optimize_fields`; {} has
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="default", help="name or file of a model")
+    parser.add_argument("--val", action="store_true", help="report pairs of validation subjects, with final settings")
     parser.add_argument("--sets", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--pairs", type=int, nargs="+", default=list(range(6)), help="numbers of the pairs of each set")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, help="a JSON list of keyword arguments")
@@ -77,7 +79,7 @@ def main() -> None:
             missing = [settings for settings in arguments.settings if settings not in known]
             if not missing or time.monotonic() - begin > arguments.seconds:
                 continue
-            pair = Pair.of(name, pairs(arguments.data, name)[number], model, device)
+            pair = Pair.of(name, pairs(arguments.data, name, arguments.val)[number], model, device)
             for settings in missing:
                 rows.append({"set": name, "pair": number, "settings": settings, "commit": commit()})
                 rows[-1] |= pair.score(settings)
@@ -85,23 +87,23 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
 
 
-def pairs(data: Path, name: str) -> list[tuple[Path, Path]]:
-    """(fixed, moving) of the last three training subjects: for hearts the phases of one patient, for CT with MR one of
-    each, otherwise different subjects."""
+def pairs(data: Path, name: str, val: bool) -> list[tuple[Path, Path]]:
+    """(fixed, moving) of the last three training subjects, or the first three of val: for hearts the phases of one
+    patient, for CT with MR one of each, otherwise different subjects."""
 
-    def last(folder: str, count: int) -> list[Path]:
-        return sorted(path for path in (data / folder / "train").glob(f"*{SCAN}") if "_labels" not in path.name)[
-            -count:
-        ]
+    def three(folder: str, each: int = 1) -> list[Path]:
+        scans = sorted((data / folder / ("val" if val else "train")).glob(f"*{SCAN}"))
+        scans = [path for path in scans if "_labels" not in path.name]
+        return scans[: 3 * each] if val else scans[-3 * each :]
 
     if name == "cardiac":
-        scans = last(name, 6)
+        scans = three(name, 2)
         phases = [(scans[at], scans[at + 1]) for at in (0, 2, 4)]
         return phases + [(moving, fixed) for fixed, moving in phases]
     if name == "ct_mr":
-        ct, mr = last("abdomen", 3), last("abdomen_mr", 3)
+        ct, mr = three("abdomen"), three("abdomen_mr")
         return [(ct[0], mr[0]), (mr[1], ct[1]), (ct[2], mr[2]), (mr[0], ct[1]), (ct[1], mr[2]), (mr[2], ct[0])]
-    a, b, c = last(name, 3)
+    a, b, c = three(name)
     return [(a, b), (b, c), (c, a), (b, a), (c, b), (a, c)]
 
 

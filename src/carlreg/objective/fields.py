@@ -28,7 +28,7 @@ from carlreg.fast.graphs import Graphs
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.checks import check_finite, check_pair
 from carlreg.geometry.grids import interpolate, multiply_axes
-from carlreg.geometry.jacobian import determinant
+from carlreg.geometry.jacobian import determinant, folding
 from carlreg.geometry.transforms import DisplacementField, Transform
 from carlreg.geometry.unfolding import LEAST, smallest_determinant, unfold
 from carlreg.objective.guide import Guide
@@ -42,6 +42,8 @@ FIELD_STEPS = 20
 """Default steps on the finest grid."""
 FIELD_WEIGHT = 0.75
 """Default weight of GradICON when fields are optimised."""
+FIELD_STIFFNESS = 0.1
+"""Default weight of the bending of changes."""
 LEVELS = 4
 """Grids on which fields are optimised."""
 COARSE = 3
@@ -51,9 +53,11 @@ SAME = 1e-3
 SLOW = 0.02
 """Fields change more slowly where the gradient of the loss by a voxel, times the number of voxels, is below this."""
 GAIN = 0.02
-"""A start stays as it is if the loss does not fall by this fraction."""
+"""By default, a start stays as it is if the loss does not fall by this fraction."""
 REPAIRS = 20
 """Where folds are left in the end, the result is smoothed, at most so many times."""
+FEW = 0.005
+"""A start that stays keeps its folds if they are no more than this percentage."""
 CHECK, STILL = 10, 0.002
 """A level ends early if the lowest loss has fallen by no more than this fraction in so many steps."""
 CHESSBOARD = 2
@@ -111,11 +115,12 @@ def optimize_fields(
     learning_rate: float = 1.0,
     decay: float = 0.0,
     smoothing: float = 2.0,
-    stiffness: float = 0.0,
+    stiffness: float = FIELD_STIFFNESS,
     similarity: str | Similarity = "lncc",
     window: float = 2.0,
     weight: float = FIELD_WEIGHT,
-    fold_weight: float = 5.0,
+    fold_weight: float = 1.0,
+    gain: float = GAIN,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     moving_spacing: Sequence[float] | None = None,
@@ -141,10 +146,11 @@ def optimize_fields(
     with smaller voxels than that are made coarser. In the course of each level the learning rate falls by the fraction
     `decay`. A level ends early if its loss falls by no more than 0.2 % in ten steps.
 
-    Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by 2 %,
-    or if the images already match perfectly or cannot be compared, the given transforms are returned; with a guide,
-    only if they cannot be compared. `callback(step, loss)` is called at every step of every level. On a GPU, steps are
-    captured as CUDA graphs; further pairs of the same shapes share them if they are given the same `graphs`.
+    Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by the
+    fraction `gain`, or if the images already match perfectly or cannot be compared, the given transforms are returned,
+    in the first case unfolded if they fold at more than 0.005 % of the voxels; with a guide, only if the images cannot
+    be compared. `callback(step, loss)` is called at every step of every level. On a GPU, steps are captured as CUDA
+    graphs; further pairs of the same shapes share them if they are given the same `graphs`.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
@@ -181,19 +187,18 @@ def optimize_fields(
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
             course += [{**loss, "level": 2.0**level} for loss in losses if math.isfinite(loss["total"])]
             done += coarse_steps
-        least = (1 - GAIN) * float(finest.loss(start).total) if guide is None else math.inf
+        least = (1 - gain) * float(finest.loss(start).total) if guide is None else math.inf
         found, losses, best = finest.descend(fields, steps, done, callback, graphs)
         bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss["total"])), None)
         stopped = None if bad is None else f"the loss became {losses[bad]['total']} at step {done + bad}"
         if stopped is not None:
             logger.warning("instance optimisation stopped: %s; keeping the best step before it", stopped)
-        if not losses[best]["total"] < least:
-            return Optimized(*given, losses[:bad], 0, stopped, course)
+        better = losses[best]["total"] < least
         phi, psi = (
-            DisplacementField(multiply_axes(side.unfolded(field), one.finer), extrapolation(old))
-            for field, one, side, old in zip(found, (f, m), finest.sides, given, strict=True)
+            side.transform(field, old, keep=not better)
+            for field, side, old in zip(found if better else start, finest.sides, given, strict=True)
         )
-        return Optimized(phi, psi, losses[:bad], best, stopped, course)
+        return Optimized(phi, psi, losses[:bad], best if better else 0, stopped, course)
 
 
 @dataclass(frozen=True)
@@ -602,6 +607,12 @@ class _Side:
             by_places.narrow(axis, 0, cells).sub_(slope)
             by_places.narrow(axis, 1, cells).add_(slope)
         return total, by_places * self.size
+
+    def transform(self, field: Tensor, old: Transform, *, keep: bool) -> Transform:
+        """The map of a field, unfolded; or the `old` one that it comes from, if that is to be kept and hardly folds."""
+        if keep and (min(self.target.shape) < 3 or folding(old, self.target.image) <= FEW):
+            return old
+        return DisplacementField(multiply_axes(self.unfolded(field), self.target.finer), extrapolation(old))
 
     def unfolded(self, field: Tensor) -> Tensor:
         """The field without folds, nearly the same; if it has very many, smoothed around them."""

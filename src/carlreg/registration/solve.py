@@ -40,15 +40,16 @@ logger = logging.getLogger(__name__)
 Way = Literal["weights", "fields"]
 STEPS: dict[Way, int] = {"weights": WEIGHT_STEPS, "fields": FIELD_STEPS}
 REGULARITY: dict[Way, float] = {"weights": 1.5, "fields": FIELD_WEIGHT}
-SMALL: dict[str, Any] = {"levels": 1, "learning_rate": 0.1, "smoothing": 6.0}
-"""The fields of small scans are optimised gently, since networks learn from labels what intensities do not show: no
-coarser grids, smooth changes, a tenth of a voxel at a time."""
-SLICES: dict[str, Any] = {"smoothing": 4.0}
-"""Between thick slices little keeps a field together, so its changes are smoother within them."""
-THICK = 3.0
+SMALL: dict[str, Any] = {"levels": 3, "learning_rate": 0.3, "stiffness": 1.0, "gain": 0.4}
+"""Networks learn from labels what the intensities of small crops do not show: their answer stands unless the loss falls
+far, as it does where they failed."""
+SLICES: dict[str, Any] = {"smoothing": 4.0, "stiffness": 1.0}
+"""Between thick slices little keeps a field together, so its changes are smoother within them, and stiffer."""
+THICK = 4.0
 """Slices are thick if they are this many times as far apart as voxels within them."""
-FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0}
-"""Without a network, the deformation that is left is larger: one more coarse grid, and a higher price of folds."""
+FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0, "stiffness": 0.0}
+"""Without a network, the deformation that is left is larger: one more coarse grid, changes that may bend, and a higher
+price of folds."""
 FINEST, COARSEST = 192, 96
 """Voxels a side of the grid on which fields are optimised, at most: with local correlation, and with anything else."""
 BYTES = 200
@@ -284,13 +285,13 @@ def _optimize_fields(
 
 def _field_settings(network: RegistrationAlgorithm, pair: PreparedPair) -> dict[str, Any]:
     """Those for pairs without a network, for scans of which each has no more voxels than half of the network's grid,
-    and for those in thick slices."""
+    and for pairs with a scan in thick slices."""
     if isinstance(network, NoNetwork):
         return FAR
     if all(math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair):
         return SMALL
     voxels = [one.spacing(one.sides) for one in pair]
-    return SLICES if all(max(voxel) >= THICK * min(voxel) for voxel in voxels) else {}
+    return SLICES if any(max(voxel) >= THICK * min(voxel) for voxel in voxels) else {}
 
 
 def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | None = None) -> list[Shape]:
