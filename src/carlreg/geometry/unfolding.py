@@ -1,4 +1,4 @@
-"""Maps without folds: small changes of a map's values that give every voxel a volume."""
+"""Removal of folds: the smallest changes to a map that make its Jacobian determinants positive."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def unfold(displacement: Tensor, steps: Sequence[float], size: Sequence[float]) 
 
     `steps` are the distances between the points that are displaced. `size` is the scale of each coordinate: lengths of
     changes are measured after multiplication with it. A voxel is folded if one of the 2^D determinants of differences
-    to its neighbours, one along each axis, is below 0.01. The smallest change of these D + 1 places that repairs one
-    determinant is known, to first order, and places of which several determinants demand something take the mean. A
+    to its neighbours, one along each axis, is below 0.01. To first order, the smallest change of these D + 1 points
+    that corrects one determinant has a closed form; points that belong to several take the mean of the changes. A
     fold that is several voxels wide can get stuck that way, so from the fourth round on its surroundings are also
     smoothed a little. Unlike smoothing alone, this leaves the map around folds nearly as it was.
 

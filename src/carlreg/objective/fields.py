@@ -136,10 +136,10 @@ def optimize_fields(
     Spacings are the sizes of the images' voxels in mm, 1 by default. The finest of them is the unit of `window`, the
     standard deviation of the Gaussian windows of "lncc" and "lncc2", of `smoothing`, that of the Gaussian by which
     changes of the fields are smoothed, and of `learning_rate`, by which Adam changes them in a step. A field can fold
-    more easily than a network's output, so `fold_weight` times a penalty is added, and what is left of folds is
-    unfolded in the end. `weight` is that of GradICON. `stiffness` is that of the mean square of the gradient of the
-    changes on each grid: a network's map that has learnt more than intensities show then moves, but keeps its form.
-    `guide` pulls points of one image to their partners in the other, `rigidity` keeps regions from bending.
+    more easily than a network's output, so `fold_weight` times a penalty is added, and any remaining folds are
+    removed at the end. `weight` is that of GradICON. `stiffness` is the weight of the mean square of the gradient of
+    the changes on each grid: it preserves the shape of the network's map, which may reflect more than the intensities
+    show. `guide` pulls points of one image to their partners in the other, `rigidity` keeps regions from bending.
 
     There are `steps` on the finest of the `levels`, the images' own grid, preceded by `coarse_steps`, by default three
     times as many, on each of the coarser ones, where they cost little. Their unit doubles with each level; only axes

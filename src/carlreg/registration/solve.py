@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {"levels": 3, "learning_rate": 0.3, "stiffness": 1.0, "g
 """Networks learn from labels what the intensities of small crops do not show: their answer stands unless the loss falls
 far, as it does where they failed."""
 SLICES: dict[str, Any] = {"smoothing": 4.0, "stiffness": 1.0}
-"""Between thick slices little keeps a field together, so its changes are smoother within them, and stiffer."""
+"""Little couples the field across thick slices, so its changes are smoothed more within them, and stiffer."""
 THICK = 4.0
 """Slices are thick if they are this many times as far apart as voxels within them."""
 FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0, "stiffness": 0.0}
@@ -284,8 +284,8 @@ def _optimize_fields(
 
 
 def _field_settings(network: RegistrationAlgorithm, pair: PreparedPair) -> dict[str, Any]:
-    """Those for pairs without a network, for scans of which each has no more voxels than half of the network's grid,
-    and for pairs with a scan in thick slices."""
+    """Those for pairs without a network, for pairs of small scans, of which neither has more voxels than a grid half
+    the size of the network's along each axis, and for pairs with a scan in thick slices."""
     if isinstance(network, NoNetwork):
         return FAR
     if all(math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair):
