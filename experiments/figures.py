@@ -457,6 +457,41 @@ def tuned(*names: str) -> dict[tuple[str, str, str], dict[str, float]]:
     }
 
 
+FIELD_SETS = {
+    "brain": "brain, 14 subcortical structures",
+    "abdomen": "abdomen CT, 13 organs",
+    "abdomen_mr": "abdomen MR, 4 organs",
+    "ct_mr": "abdomen CT with MR, 4 organs",
+    "cardiac": "heart, both phases fixed in turn, 3 structures",
+    "hippocampus": "hippocampus, 2 parts",
+}
+
+
+def optimised(name: str, columns: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Means of tune_fields.py over pairs that all columns have: Dice with these settings, and folds with the last."""
+    yield "", "pairs", *columns, "folds, %, network", "folds, %"
+    rows = result(f"base/results/{name}.json")["rows"]
+    for key, words in FIELD_SETS.items():
+        found = [
+            {row["pair"]: row for row in rows if (row["set"], row["settings"]) == (key, settings)}
+            for settings in columns.values()
+        ]
+        if pairs := sorted(set.intersection(*map(set, found))):
+            scores = three(mean(one[pair]["dice"] for pair in pairs) for one in found)
+            folds = (f"{mean(one[pair]['folds'] for pair in pairs):.4f}" for one in (found[0], found[-1]))
+            yield words, str(len(pairs)), *scores, *folds
+
+
+@table
+def fields_dev() -> Iterator[Sequence[str]]:
+    yield from optimised("fields-8", {"network": None, "optimised, stiffness 0": {"stiffness": 0}, "optimised": {}})
+
+
+@table
+def fields_val() -> Iterator[Sequence[str]]:
+    yield from optimised("fields-8-val", {"network": None, "optimised": {}})
+
+
 @table
 def field_settings() -> Iterator[Sequence[str]]:
     yield "", "abdomen, 13 organs", "5 organs", "brain", "hippocampus"

@@ -448,7 +448,7 @@ def resident() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
+def test_thirty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
     """Every fifth registration optimises the weights, of which a copy is made."""
     torch.manual_seed(0)
     network = carl(2, 2, width=8, **SMALL)
@@ -456,7 +456,7 @@ def test_fifty_pairs_leave_the_weights_and_the_memory_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     rng = np.random.default_rng(0)
     held = []
-    for number in range(50):
+    for number in range(30):
         fixed, moving = rng.random((2, 90, 80)).astype(np.float32)
         steps = {"io_iterations": 0} if number % 5 else {"over": "weights", "io_iterations": 1}
         result = register(fixed=fixed, moving=moving, model=loaded, device="cpu", **steps)
