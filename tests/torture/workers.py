@@ -43,7 +43,7 @@ def run_isolated(family: Family, cases: Iterable[int]) -> Iterator[tuple[int, st
         worker = None
         yield case, failure or f"the process died with {signal.Signals(-code).name if code < 0 else code}"
     if worker is not None and pipe is not None:
-        pipe.close()
+        pipe.send(None)  # closing it would not do: the worker holds a copy of this end, too
         worker.join(2)
         worker.kill()
 
@@ -59,8 +59,7 @@ def _serve(family: Family, pipe: Connection[Any, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY + 2**29, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
-        try:
-            case = pipe.recv()
-        except EOFError:
+        case = pipe.recv()
+        if case is None:
             return
         pipe.send(family.run(case))
