@@ -303,7 +303,7 @@ def test_an_image_to_start_from_is_centred_like_the_scans(data: Path) -> None:
     start = Image(ellipsoid((7, 7, 7))[0].data, far)
     subjects = tuple(make_subject(name, ellipsoid((8, 8, 7))[0], ct=False) for name in "ab")
     options = builder.TemplateOptions(device="cpu")
-    build = builder._Builder(subjects, {}, "none", options, start, {}, 1, print, None)
+    build = builder.Builder(subjects, {}, "none", options, start, {}, 1, print, None)
     placed = build._placed(common_grid(subjects))
     assert np.allclose(make_subject("c", placed, ct=False).centre, subjects[0].centre, atol=0.2)
 

@@ -169,6 +169,40 @@ def template(
 
     >>> result = template(["a.nii.gz", "b.nii.gz", "c.nii.gz"], out="average")
     """
+    builder = prepare(
+        scans,
+        model=model,
+        initial=initial,
+        workers=workers,
+        skip_bad=skip_bad,
+        progress=progress,
+        callback=callback,
+        **options,
+    )
+    if out is None:
+        return builder.run(None)
+    folder = Path(out)
+    busy = ExistsError(f"another process builds a template in {folder}; wait for it, or choose another folder")
+    with only_writer(folder / ITERATIONS, busy):  # `write_together` locks the folder itself
+        journal = Journal.open(folder, builder.record, overwrite)
+        built = builder.run(journal)
+        built.save(folder, overwrite=True, progress=builder.progress)
+        journal.add(built.iterations, built.image)
+        return built
+
+
+def prepare(
+    scans: Iterable[Any] | Mapping[str, Any],
+    *,
+    model: Model = "default",
+    initial: Any = None,
+    workers: int = 1,
+    skip_bad: bool = False,
+    progress: Callable[[str], None] | None = None,
+    callback: Callable[[Iteration, Image], None] | None = None,
+    **options: Any,
+) -> Builder:
+    """The part of `template` that reads and checks everything. `run` of what it returns builds the template."""
     settings = TemplateOptions(**options)
     check_workers(workers)
     listed = list_scans(scans)
@@ -193,15 +227,9 @@ def template(
         "scans": {one.name: _describe(sources[one.name], one.image) for one in subjects},
     }
     used = loaded if workers == 1 else model  # each process loads its own
-    builder = _Builder(
+    return Builder(
         tuple(subjects), sources, used, settings, start, record, workers, progress or (lambda _: None), callback
     )
-    if out is None:
-        return builder.run(None)
-    folder = Path(out)
-    busy = ExistsError(f"another process builds a template in {folder}; wait for it, or choose another folder")
-    with only_writer(folder / ITERATIONS, busy):  # `write_together` locks the folder itself
-        return builder.run(_Journal.open(folder, record, overwrite))
 
 
 def _describe(source: Any, image: Image | None) -> dict[str, Any]:
@@ -219,7 +247,9 @@ def _geometry(image: Image) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Builder:
+class Builder:
+    """Scans that were read and checked, and how to average them."""
+
     subjects: tuple[Subject, ...]
     sources: Mapping[str, Any]
     model: Model
@@ -230,8 +260,8 @@ class _Builder:
     progress: Callable[[str], None]
     callback: Callable[[Iteration, Image], None] | None
 
-    def run(self, journal: _Journal | None) -> Template:
-        """Build the template; with a journal, from where it ends."""
+    def run(self, journal: Journal | None) -> Template:
+        """Build the template; with a journal, from where it ends. All but the last average are added to it."""
         rows = [] if journal is None else list(journal.rows)
         kinds: list[Kind] = ["centred", "affine", *["deformable"] * self.options.iterations]  # type: ignore[list-item]
         if journal is not None and len(rows) >= len(kinds):
@@ -263,11 +293,7 @@ class _Builder:
         assert target is not None
         if result.residual_mm > LARGEST_MEAN:
             logger.warning("the mean displacement is %.2f mm; expected at most %g", result.residual_mm, LARGEST_MEAN)
-        built = Template(target, result.image, self.subjects, result.transforms, tuple(rows), self.record)
-        if journal is not None:
-            built.save(journal.folder, overwrite=True, progress=self.progress)
-            journal.add(rows, target)
-        return built
+        return Template(target, result.image, self.subjects, result.transforms, tuple(rows), self.record)
 
     def _placed(self, grid: Image) -> Image:
         """The image to start from, on the grid of the template, centred as the scans are."""
@@ -280,7 +306,7 @@ class _Builder:
         return replace(placed, data=placed.data.astype(np.float32))
 
     def _register(
-        self, target: Image, kind: Literal["affine", "deformable"], number: int, journal: _Journal | None
+        self, target: Image, kind: Literal["affine", "deformable"], number: int, journal: Journal | None
     ) -> list[WorldTransform]:
         """Maps from the average to every scan."""
         fixed: Any = target if journal is None else journal.path(number - 1)
@@ -325,15 +351,17 @@ def _warn_of_rotations(transforms: Sequence[WorldTransform]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Journal:
+class Journal:
     """What is done already, in the folder of a template."""
 
     folder: Path
     record: Mapping[str, Any]
     rows: tuple[Iteration, ...]
+    keeps_registrations: bool = True
+    """Whether those of an average that is not finished are kept in files, until it is."""
 
     @classmethod
-    def open(cls, folder: Path, record: Mapping[str, Any], overwrite: bool) -> _Journal:
+    def open(cls, folder: Path, record: Mapping[str, Any], overwrite: bool) -> Journal:
         """The iterations in a folder, if they are of the same scans, model and options; otherwise an error."""
         path = folder / JOURNAL
         if overwrite or not path.is_file():
@@ -358,8 +386,8 @@ class _Journal:
     def path(self, number: int) -> Path:
         return self.folder / ITERATIONS / f"{number:02d}.nii.gz"
 
-    def work(self, number: int) -> Path:
-        return self.folder / WORK / f"{number:02d}"
+    def work(self, number: int) -> Path | None:
+        return self.folder / WORK / f"{number:02d}" if self.keeps_registrations else None
 
     def read(self, number: int) -> Image:
         return images.read(self.path(number))
@@ -371,7 +399,8 @@ class _Journal:
         images.write(target, self.path(number), overwrite=True)
         content = {"record": self.record, "rows": [asdict(row) for row in rows]}
         write_atomically(self.folder / JOURNAL, (json.dumps(content, indent=2) + "\n").encode())
-        shutil.rmtree(self.work(number), ignore_errors=True)
+        if (work := self.work(number)) is not None:
+            shutil.rmtree(work, ignore_errors=True)
         if not any((self.folder / WORK).glob("*")):
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
 
