@@ -6,7 +6,11 @@ For each set, the settings of the fusion are chosen on training subjects that ar
 which `--dev-subjects` are used, with `--dev-atlases` of the other training subjects as atlases). Then validation
 subjects are segmented with all training subjects as atlases. Labels are fused by each method from the same
 registrations. The results are written after every subject, and what is in there is not repeated, so the script can be
-stopped and restarted. After `--seconds`, no further subject is begun.
+stopped and restarted. After `--seconds`, no further subject is begun. With `--work FOLDER`, every registration is kept
+there, so that a restart repeats none of them and labels can be fused again in other ways.
+
+Without a GPU, `--device cpu --workers N` registers in N processes of one thread each; torch, numpy and safetensors are
+all that is needed. `--dev-subjects 0` skips the choice of settings and fuses with the default ones.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -72,6 +77,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="default")
+    parser.add_argument("--work", type=Path, help="folder in which to keep the registrations")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--io-iterations", type=int, help="steps of optimisation, to try the script")
     arguments = parser.parse_args()
@@ -97,15 +103,7 @@ def main() -> None:
             open_jobs[job.key] = job
             yield from job.tasks()
 
-    for outcome in run(work, tasks(), Workers(count=arguments.workers)):
-        if outcome.result is None or outcome.result.warped is None:
-            sys.exit(f"{outcome.task.name}: {outcome.failure}")
-        key, _, atlas = outcome.task.name.rpartition("/")
-        job = open_jobs[key]
-        job.add(atlas, *outcome.result.warped, device)
-        if len(job.voters) < len(job.atlases):
-            continue
-        del open_jobs[key]
+    def finish(job: Job) -> None:
         if job.split == "val" and "settings" not in report:
             report["settings"] = common(report["dev"])
         settings = [(m, FusionSettings(**values)) for m, values in report.get("settings", {}).items()]
@@ -113,7 +111,25 @@ def main() -> None:
         report[job.split].append(row)
         write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
         scores = {one["fusion"]: round(one["dice"], 4) for one in row["fusions"]} if job.split == "val" else {}
-        print(f"{time.monotonic() - started:.1f} s", key, json.dumps(scores), flush=True)
+        print(f"{time.monotonic() - started:.1f} s", job.key, json.dumps(scores), flush=True)
+
+    fusing: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as thread:  # one subject is fused while the next one is registered
+        for outcome in run(work, tasks(), Workers(count=arguments.workers)):
+            if outcome.result is None:
+                sys.exit(f"{outcome.task.name}: {outcome.failure}")
+            key, _, atlas = outcome.task.name.rpartition("/")
+            warped = outcome.result.read("warped").warped
+            assert warped is not None
+            job = open_jobs[key]
+            job.add(atlas, *warped, outcome.result.seconds, device)
+            if len(job.voters) == len(job.atlases):
+                fusing.append(thread.submit(finish, open_jobs.pop(key)))
+            for done in [one for one in fusing if one.done()]:
+                fusing.remove(done)
+                done.result()  # raises what went wrong
+    for left in fusing:
+        left.result()
     print(f"finished after {time.monotonic() - started:.1f} s", flush=True)
 
 
@@ -130,7 +146,7 @@ def jobs(arguments: argparse.Namespace, report: dict[str, Any]) -> Iterator[Job]
             for path in chosen:
                 if (name, stem(path)) not in done:
                     atlases = atlases or read(known)
-                    yield Job(name, split, read([path])[0], atlases)
+                    yield Job(name, split, read([path])[0], atlases, arguments.work)
 
 
 @dataclass(eq=False)
@@ -141,10 +157,12 @@ class Job:
     split: str
     subject: Atlas
     atlases: list[Atlas]
+    work: Path | None = None
     began: float = field(default_factory=time.monotonic)
     images: list[Tensor] = field(default_factory=list)
     voters: list[Tensor] = field(default_factory=list)
     alone: dict[str, float] = field(default_factory=dict)
+    each_seconds: list[float] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -156,22 +174,24 @@ class Job:
 
     def tasks(self) -> Iterator[Task]:
         for one in self.atlases:
-            inputs = PairInputs(fixed=self.subject.image, moving=one.image, moving_seg=one.labels)
-            yield Task(f"{self.key}/{one.name}", inputs)
+            inputs = PairInputs(fixed=self.subject.path, moving=one.path, moving_seg=one.labels_path)
+            name = f"{self.key}/{one.name}"
+            yield Task(name, inputs, None if self.work is None else self.work / name)
 
-    def add(self, name: str, image: Image, labels: Image, device: torch.device) -> None:
+    def add(self, name: str, image: Image, labels: Image, seconds: float, device: torch.device) -> None:
         """Keep a registered atlas, and score it alone."""
         (atlas,) = (one for one in self.atlases if one.name == name)
+        self.each_seconds.append(seconds)
         self.images.append(scaled(image, window(atlas)).half().to(device))
         self.voters.append(torch.from_numpy(labels.data.astype(np.int16)).to(device))
         self.alone[name] = score(self.voters[-1], self.truth.to(device), self.set)[0]
 
     def fused(self, candidates: Sequence[tuple[Fusion, FusionSettings]], device: torch.device) -> dict[str, Any]:
-        """Fuse the labels in every way, and score each. To choose settings, only the box of the structures that are
-        scored is fused, which saves time."""
+        """Fuse the labels in every way, and score each. To save time, only the box of the structures that are scored is
+        fused: no fusion puts one of them where no atlas has it."""
         seconds = time.monotonic() - self.began
         scan, truth = scaled(self.subject.image, window(self.subject)).to(device), self.truth.to(device)
-        box = around(truth, self.set) if self.split == "dev" else (slice(None),) * truth.dim()
+        box = around([truth, *self.voters], self.set)
         every = (slice(None), *box)
         images, labels = (torch.stack(parts)[every] for parts in (self.images, self.voters))
         rows = []
@@ -188,6 +208,7 @@ class Job:
             "commit": commit(),
             "atlases": len(self.atlases),
             "seconds": round(seconds, 1),
+            "seconds_a_registration": round(mean(self.each_seconds), 1),
             "one_atlas": self.alone,
             "fusions": rows,
         }
@@ -213,9 +234,10 @@ def read(paths: Sequence[Path]) -> list[Atlas]:
     return [read_atlas(stem(path), (path, path.with_name(f"{stem(path)}_labels.nii.gz"))) for path in paths]
 
 
-def around(truth: Tensor, name: str) -> tuple[slice, ...]:
-    """The box of the structures that are scored, and ten voxels around it."""
-    inside = torch.isin(truth, torch.tensor(SETS[name], device=truth.device)).nonzero()
+def around(maps: Sequence[Tensor], name: str) -> tuple[slice, ...]:
+    """The box of the structures that are scored, in any of the label maps, and ten voxels around it."""
+    scored = torch.tensor(SETS[name], device=maps[0].device)
+    inside = functools.reduce(torch.logical_or, (torch.isin(one, scored.to(one.dtype)) for one in maps)).nonzero()
     ends = zip(inside.amin(0).tolist(), inside.amax(0).tolist(), strict=True)
     return tuple(slice(max(0, low - 10), high + 11) for low, high in ends)
 
@@ -237,14 +259,16 @@ def averages(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, An
 
 
 def common(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The settings of each method with the best mean over the sets, in which all sets count the same."""
+    """The settings of each method with the best mean over the sets, in which all sets count the same; the default ones
+    if there are no subjects to choose on."""
     totals: dict[str, dict[str, float]] = {}
     for name in sorted({row["set"] for row in rows}):
         for method, settings, value in averages([row for row in rows if row["set"] == name]):
             key = json.dumps(settings, sort_keys=True)
             totals.setdefault(method, {}).setdefault(key, 0.0)
             totals[method][key] += value
-    return {method: json.loads(max(each, key=each.__getitem__)) for method, each in totals.items()}
+    best = {method: json.loads(max(each, key=each.__getitem__)) for method, each in totals.items()}
+    return best or {method: asdict(BASE) for method in get_args(Fusion)}
 
 
 if __name__ == "__main__":
