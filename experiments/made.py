@@ -12,11 +12,12 @@ from typing import Any
 
 
 def commit() -> str:
-    """The commit of this checkout, with the suffix "-dirty" if files were changed; "unknown" without git."""
-    if shutil.which("git") is None:
-        return "unknown"
-    words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    """The commit of this checkout, with the suffix "-dirty" if files were changed. For a copy without git, it is
+    the value of the variable COMMIT, or "unknown"."""
+    words, found = ["git", "describe", "--always", "--dirty"], ""
+    if shutil.which("git") is not None:
+        found = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    return found or os.environ.get("COMMIT", "unknown")
 
 
 def machine() -> str:
