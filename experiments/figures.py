@@ -588,6 +588,22 @@ def without_model() -> Iterator[Sequence[str]]:
 # ---- templates and atlases ------------------------------------------------------------------------------------------
 
 
+@table
+def template() -> Iterator[Sequence[str]]:
+    yield "average", "sharpness, per mm", "spread", "moved by, mm", "mean displacement, mm", "s"
+    for number, row in enumerate(result("template/results/brain.json")["iterations"]):
+        name = row["kind"] if number < 2 else f"{row['kind']}, {number - 1}"
+        moved = f"{row['moved_mm']:.2f}" if number else ""
+        yield (
+            name,
+            f"{row['sharpness']:.4f}",
+            f"{row['spread']:.3f}",
+            moved,
+            f"{row['residual_mm']:.4f}",
+            (f"{row['seconds']:.0f}"),
+        )
+
+
 METHODS = ("majority", "local", "joint")
 
 
