@@ -648,7 +648,7 @@ def guide() -> Iterator[Sequence[str]]:
         "after",
         "folds, %",
     )
-    for name in ("val", "val-base-5"):
+    for name in ("val-base-8", "val", "val-base-5"):
         made = result(f"guide/results/{name}.json")
         for row in made["rows"]:
             clicks = (", ".join(f"{mm:.1f}" for mm in row["clicks"][f"{when}_mm"]) for when in ("before", "after"))

@@ -158,6 +158,8 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     record, target = result.record, next(iter(outputs.files().values()))
     if record.io_iterations and record.io_sim_reason:
         message(f"optimised {record.io_sim}: {record.io_sim_reason}")
+    if record.io_kept:
+        message(record.io_kept)
     turned = f"turned back by {record.look['degrees']:.0f}°, " if record.look and record.look.get("turned_back") else ""
     message(f"{target}: {turned}{summarise(record.metrics)}{record.seconds['total']:.0f} s")
     if record.confidence is not None:

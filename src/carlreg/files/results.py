@@ -121,6 +121,8 @@ class Report:
     io_sim: str | None = None
     io_sim_reason: str | None = None
     """Why this similarity was chosen, if it was."""
+    io_kept: str | None = None
+    """Why the optimisation left its start as it was, if it did."""
     regularity: float | None = None
     allow_identity: bool | None = None
     seed: int | None = None

@@ -84,6 +84,8 @@ class Optimized:
     """Why the optimisation ended early, if it did."""
     coarse: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Losses on coarser grids before, with their `level`: how many times as large their voxels are."""
+    too_little: float | None = None
+    """The fraction by which the loss fell, if the given transforms were kept because it fell by too little."""
 
     @property
     def course(self) -> list[dict[str, float]]:
@@ -187,18 +189,22 @@ def optimize_fields(
             fields = [field + other.resampled(move, own) for field, move, other, own in parts]
             course += [{**loss, "level": 2.0**level} for loss in losses if math.isfinite(loss["total"])]
             done += coarse_steps
-        least = (1 - gain) * float(finest.loss(start).total) if guide is None else math.inf
+        first = float(finest.loss(start).total)
+        least = (1 - gain) * first if guide is None else math.inf
         found, losses, best = finest.descend(fields, steps, done, callback, graphs)
         bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss["total"])), None)
         stopped = None if bad is None else f"the loss became {losses[bad]['total']} at step {done + bad}"
         if stopped is not None:
             logger.warning("instance optimisation stopped: %s; keeping the best step before it", stopped)
-        better = losses[best]["total"] < least
+        lowest = losses[best]["total"]
+        better = lowest < least
+        fall = (first - lowest) / max(abs(first), 1e-9)
         phi, psi = (
             side.transform(field, old, keep=not better)
             for field, side, old in zip(found if better else start, finest.sides, given, strict=True)
         )
-        return Optimized(phi, psi, losses[:bad], best if better else 0, stopped, course)
+        too_little = None if better or not math.isfinite(fall) else max(fall, 0.0)
+        return Optimized(phi, psi, losses[:bad], best if better else 0, stopped, course, too_little)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from carlreg.files.world_transform import WorldTransform
 from carlreg.geometry.transforms import Affine, Identity, Transform
 from carlreg.model.algorithms import RegistrationAlgorithm
 from carlreg.model.loaded import LoadedModel, NoNetwork
-from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, LEVELS, Optimized, optimize_fields, share_done
+from carlreg.objective.fields import FIELD_STEPS, FIELD_WEIGHT, GAIN, LEVELS, Optimized, optimize_fields, share_done
 from carlreg.objective.guide import Guide
 from carlreg.objective.instance import WEIGHT_STEPS, Objective, instance_optimize, match_perfectly
 from carlreg.objective.losses import Loss
@@ -69,6 +69,8 @@ class Optimization:
     grid: list[int] | None
     """The grid of the fields, if those were optimised."""
     result: Optimized
+    gain: float = GAIN
+    """The fraction by which the loss had to fall for the fields to change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,8 @@ class Solution:
     optimization: Optimization | None = None
     io_sim: str | None = None
     io_sim_reason: str | None = None
+    io_kept: str | None = None
+    """Why the optimisation left its start as it was, if it did."""
     search: AffineMatch | None = None
     maps: Maps | None = None
     """Both directions in unit coordinates, if they are dense."""
@@ -124,8 +128,9 @@ def solve(
     chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
     chosen["first"] = maps
     over: Way = "fields" if options.optimize == "auto" else options.optimize
+    start = "the network's result" if search is None else "the map that the search found"
     if search is None and options.allow_identity and (why := _better_unregistered(maps, pair, options)):
-        maps, over = (Identity(), Identity()), "fields"
+        maps, over, start = (Identity(), Identity()), "fields", "the unregistered images"
         progress.warn(why)
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
@@ -135,6 +140,7 @@ def solve(
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
+        chosen["io_kept"] = _kept(optimization, start)
     progress.begin("world_space")
     forward = maps[0].map_tensors(lambda tensor: tensor.detach().float().cpu())
     if kind != "deformable":
@@ -204,6 +210,14 @@ def _better_unregistered(maps: Maps, pair: PreparedPair, options: RegisterOption
     return None
 
 
+def _kept(optimization: Optimization, start: str) -> str | None:
+    """Why the optimisation left its start as it was, if the loss fell by too little."""
+    if (fall := optimization.result.too_little) is None:
+        return None
+    need = 100 * optimization.gain
+    return f"the optimisation kept {start}: the loss fell by {100 * fall:.1f} %, less than the {need:.0f} % needed"
+
+
 def _objective(pair: PreparedPair, options: RegisterOptions, over: Way) -> Objective:
     weight = REGULARITY[over] if options.regularity is None else options.regularity
     return Objective(options.io_sim, weight, pair.moving.mask, pair.fixed.mask)
@@ -242,7 +256,7 @@ def _optimize(
         "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
     }
     grid, result = _optimize_fields(maps, pair, _field_grids(pair, options, common.get("graphs")), common)
-    return Optimization(over, steps, objective.weight, list(grid), result)
+    return Optimization(over, steps, objective.weight, list(grid), result, settings.get("gain", GAIN))
 
 
 def _counting(

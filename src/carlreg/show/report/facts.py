@@ -88,6 +88,7 @@ def settings(record: Report) -> Iterator[Row]:
         "optimised": record.io_over if record.io_iterations else None,
         "steps of the optimisation": record.io_iterations,
         "similarity": record.io_sim and f"{record.io_sim}{because}",
+        "outcome of the optimisation": record.io_kept,
         "weight of the regulariser": record.regularity,
         "may start from the unregistered images": record.allow_identity,
         "grid of the network": record.grid,
