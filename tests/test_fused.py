@@ -203,10 +203,11 @@ def test_sampled_images(channels_last: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 9, 11, 10), (1, 3, 20, 17), (2, 2, 40)], ids=str)
-@pytest.mark.parametrize("far", [0.0, 100.0])
+@pytest.mark.parametrize("far", [0.0, 20.0])
 @pytest.mark.parametrize("both", [True, False])
 def test_local_correlation(shape: tuple[int, ...], far: float, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With zeros outside the image, also for images far from zero, whose windows drop at the border."""
+    """With zeros outside the image, also for images far from zero, whose windows drop at the border. There, rounding
+    leaves about 1e-7 far² of a variance of 0.08, more or less depending on the order in which a processor adds."""
     monkeypatch.setattr(correlation, "BLOCK", 256)
     first, second = (torch.rand(shape, device=DEVICE) + far for _ in range(2))
     second[..., :3] = far  # flat
