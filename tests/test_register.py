@@ -5,6 +5,7 @@ No test here needs `conftest.py` or a module path, so that the file also runs ag
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     from carlreg.objective.losses import gaussian_blur
     from carlreg.preparation import Prepared, PreparedPair
     from carlreg.registration.options import RegisterOptions
-    from carlreg.registration.similarity import agreement, with_similarity
+    from carlreg.registration.similarity import Comparison, agreement, compare
 
     noise = gaussian_blur(torch.randn(1, 1, 40, 40, 40, generator=torch.Generator().manual_seed(0)), 2.0)
     scan = 0.5 + 0.4 * (noise / noise.abs().max())  # inside a body
@@ -296,22 +297,29 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert abs(agreement(scan, folded)) < 0.5
     assert np.isnan(agreement(scan, torch.zeros_like(scan)))
 
-    def decide(moving: torch.Tensor, **options: Any) -> tuple[RegisterOptions, str | None]:
+    def decide(moving: torch.Tensor, **options: Any) -> Comparison:
         image = from_array(scan[0, 0].numpy())
         pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole") for t in (scan, moving)))
-        return with_similarity(RegisterOptions(**options), Identity(), pair)
+        return compare(RegisterOptions(**options), Identity(), pair)
 
     def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
-        found, reason = decide(moving, **options)
-        return found.io_sim, reason
+        found = decide(moving, **options)
+        return found.options.io_sim, found.reason
 
     def weight(moving: torch.Tensor, **options: Any) -> float | None:
-        return decide(moving, **options)[0].regularity
+        return decide(moving, **options).options.regularity
 
     assert chosen(scan**2) == ("lncc", "the contrasts agree (agreement 1.00, limit 0.7)")
-    assert chosen(1 - scan)[0] == chosen(folded)[0] == "lncc2"
+    assert chosen(1 - scan)[0] == chosen(folded)[0] == "lncc"
+    assert chosen(1 - scan, optimize="weights")[0] == chosen(folded, optimize="weights")[0] == "lncc2"
     assert "the contrasts differ (agreement -0." in str(chosen(1 - scan)[1])
     assert chosen(1 - scan, io_sim="mind") == ("mind", None)
     assert weight(1 - scan) == 3 > weight(1 - scan, regularity=1.0) == 1
     assert weight(scan**2) is None
+    for other in (1 - scan, folded):  # what an intensity of the fixed scan becomes is found again
+        pair, reason = decide(other).pair, decide(other).reason
+        assert (pair.moving.tensor - pair.fixed.tensor).abs().mean() < 0.01
+        assert str(reason).endswith("image was recoloured")
+    assert str(chosen(folded)[1]).endswith(": the fixed image was recoloured")  # the moving one cannot tell
+    assert decide(scan**2).enough == math.inf > decide(folded).enough
     assert chosen(torch.zeros_like(scan)) == ("lncc2", "the images hardly overlap")

@@ -34,7 +34,7 @@ from carlreg.objective.fields import FIELD_WEIGHT, optimize_fields
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import Prepared, prepare_pair
 from carlreg.registration.options import RegisterOptions
-from carlreg.registration.similarity import with_similarity
+from carlreg.registration.similarity import compare
 from carlreg.registration.solve import _both, _field_grids, _field_settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -123,7 +123,8 @@ class Pair:
         pair = prepare_pair(read(fixed), read(moving), model, device, quick=quick)
         used = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
         maps = _both(used.network, pair)
-        options, _ = with_similarity(RegisterOptions(), maps[0], pair)
+        comparison = compare(RegisterOptions(), maps[0], pair)
+        options, pair = comparison.options, comparison.pair
         shapes = _field_grids(pair, options)
         scans: dict[str, Any] = {}
         for role, one, shape in zip(("moving", "fixed"), (pair.moving, pair.fixed), shapes, strict=True):

@@ -26,7 +26,7 @@ from carlreg.model.loaded import load_model
 from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import Prepared, PreparedPair, prepare_pair
 from carlreg.registration.options import RegisterOptions
-from carlreg.registration.similarity import with_similarity
+from carlreg.registration.similarity import compare
 from carlreg.synthesis.contrast import random_contrast
 
 GRID, SIDE = (
@@ -119,8 +119,11 @@ def main() -> None:
         with torch.no_grad():
             maps = model.network.both(pair.moving.tensor, pair.fixed.tensor)
         row = {"set": name, "same": same, "fixed": fixed.name, "moving": moving.name, "seed": seed}
-        options, reason = with_similarity(RegisterOptions(), maps[0], pair)
-        rows.append(row | {"chosen": options.io_sim, "reason": reason, "dice": overlaps(maps, pair, fixed, moving)})
+        chosen = compare(RegisterOptions(), maps[0], pair)
+        rows.append(
+            row
+            | {"chosen": chosen.options.io_sim, "reason": chosen.reason, "dice": overlaps(maps, pair, fixed, moving)}
+        )
         print(json.dumps(rows[-1]), flush=True)
         about = {"commit": commit(), "machine": machine(), "torch": torch.__version__, "model": model.provenance}
         arguments.out.write_text(json.dumps(about | {"grid": GRID, "side": SIDE, "rows": rows}, indent=1) + "\n")

@@ -283,6 +283,8 @@ class Prepared:
     """Which part of the scan the network sees."""
     source: tuple[Tensor, Tensor | None, Frame] | None = None
     """The whole scan and its mask, and the part the network sees; None if only the tensor is known."""
+    is_ct: bool = False
+    """Whether its intensities are Hounsfield units."""
 
     def on_grid(self, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """What the network sees, and the mask, on another grid over the same extent."""
@@ -404,6 +406,7 @@ class _Scan:
     mask: Image | None
     data: Tensor
     note: str
+    is_ct: bool
 
     @classmethod
     def of(cls, image: Image, mask: Image | None, model: LoadedModel, ct: bool) -> _Scan:
@@ -415,7 +418,7 @@ class _Scan:
                 f"{image.name} is {upright.dim}-D but the model is for {len(model.grid)}-D images; expected another "
                 "image or another model"
             )
-        return cls(upright, upright_mask, data, done.note)
+        return cls(upright, upright_mask, data, done.note, ct)
 
     def foreground(self) -> Tensor:
         """(*shape): the foreground, or inside the mask."""
@@ -441,7 +444,7 @@ class _Scan:
             raise InputError(f"{self.mask.name} is too small: no voxel of it is left on the network's grid; enlarge it")
         source = self.data, self._ones(), frame or Frame.whole(self.image.shape)
         on_device = None if mask is None else mask.to(device)
-        return Prepared(image, tensor.to(device), on_device, self.note, sides, note, source)
+        return Prepared(image, tensor.to(device), on_device, self.note, sides, note, source, self.is_ct)
 
     def _ones(self) -> Tensor | None:
         """The mask as 1 inside, 0 outside."""

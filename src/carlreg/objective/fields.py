@@ -86,6 +86,8 @@ class Optimized:
     """Losses on coarser grids before, with their `level`: how many times as large their voxels are."""
     too_little: float | None = None
     """The fraction by which the loss fell, if the given transforms were kept because it fell by too little."""
+    unlike: float | None = None
+    """The similarity that was reached, if the given transforms were kept because the images stayed too unlike."""
 
     @property
     def course(self) -> list[dict[str, float]]:
@@ -123,6 +125,7 @@ def optimize_fields(
     weight: float = FIELD_WEIGHT,
     fold_weight: float = 1.0,
     gain: float = GAIN,
+    enough: float = math.inf,
     moving_mask: Tensor | None = None,
     fixed_mask: Tensor | None = None,
     moving_spacing: Sequence[float] | None = None,
@@ -149,10 +152,11 @@ def optimize_fields(
     `decay`. A level ends early if its loss falls by no more than 0.2 % in ten steps.
 
     Returns the best iterate on the finest grid; `losses` are those of that grid. If the loss does not fall by the
-    fraction `gain`, or if the images already match perfectly or cannot be compared, the given transforms are returned,
-    in the first case unfolded if they fold at more than 0.005 % of the voxels; with a guide, only if the images cannot
-    be compared. `callback(step, loss)` is called at every step of every level. On a GPU, steps are captured as CUDA
-    graphs; further pairs of the same shapes share them if they are given the same `graphs`.
+    fraction `gain`, or if its similarity stays above `enough`, or if the images already match perfectly or cannot be
+    compared, the given transforms are returned, in the first two cases unfolded if they fold at more than 0.005 % of
+    the voxels; with a guide, only if the images cannot be compared. `callback(step, loss)` is called at every step of
+    every level. On a GPU, steps are captured as CUDA graphs; further pairs of the same shapes share them if they are
+    given the same `graphs`.
 
     >>> result = optimize_fields(*model.both(moving, fixed), moving, fixed)
     """
@@ -197,14 +201,15 @@ def optimize_fields(
         if stopped is not None:
             logger.warning("instance optimisation stopped: %s; keeping the best step before it", stopped)
         lowest = losses[best]["total"]
-        better = lowest < least
+        unlike = losses[best]["similarity"] if guide is None and losses[best]["similarity"] > enough else None
+        better = lowest < least and unlike is None
         fall = (first - lowest) / max(abs(first), 1e-9)
         phi, psi = (
             side.transform(field, old, keep=not better)
             for field, side, old in zip(found if better else start, finest.sides, given, strict=True)
         )
-        too_little = None if better or not math.isfinite(fall) else max(fall, 0.0)
-        return Optimized(phi, psi, losses[:bad], best if better else 0, stopped, course, too_little)
+        too_little = max(fall, 0.0) if lowest >= least and math.isfinite(fall) else None
+        return Optimized(phi, psi, losses[:bad], best if better else 0, stopped, course, too_little, unlike)
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,11 @@ def register(
 
     `io_iterations` steps of instance optimisation follow the network's result. They change the displacement fields, on
     the scans' own voxels (20 steps by default, and more on coarser grids), or with `optimize="weights"` the network's
-    weights, as in the paper (50 by default); 0 skips them. `io_sim="auto"` takes lncc if the contrasts of the scans
-    agree, and lncc2 otherwise; masks restrict where it is measured. `regularity` is the weight of GradICON: 1.5 by
-    default for the weights, as in training, and 0.75 for the fields. If the unregistered images match better than the
-    network's result, the optimisation starts from those, unless `allow_identity` is False.
+    weights, as in the paper (50 by default); 0 skips them. `io_sim="auto"` takes lncc. If the contrasts of the
+    scans differ, one is recoloured like the other first, and if they stay unlike, the network's result is kept; the
+    weights are optimised with lncc2 then. Masks restrict where the similarity is measured. `regularity` is the weight
+    of GradICON: 1.5 by default for the weights, as in training, and 0.75 for the fields. If the unregistered images
+    match better than the network's result, the optimisation starts from those, unless `allow_identity` is False.
 
     "rigid" and "affine" transforms are closed-form robust least-squares fits, in millimetres, to the network's dense
     result over the foreground of the fixed image; with `fit_source="attention"` to the matches of its coordinate

@@ -244,7 +244,7 @@ def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.d
         if match.is_rotated:
             yield _Rung(("the network after a rotation search", first.model, turned, options), match)
     if options.io_sim == "auto" and first.solution.optimization is not None:
-        other: SimilarityChoice = "mind" if first.solution.io_sim == "lncc2" else "lncc2"
+        other: SimilarityChoice = "mind" if first.solution.contrasts_differ else "lncc2"
         yield _Rung((f"the network with {other}", first.model, case, replace(options, io_sim=other)), first.rotation)
     none = replace(load_model(NONE, device), graphs=first.model.graphs)
     if options.optimize != "weights" and options.fit_source != "attention" and is_calibrated(none):

@@ -101,8 +101,8 @@ class RegisterOptions:
     ] = None
     io_sim: Annotated[
         SimilarityChoice | Callable[..., Any],
-        "The similarity measure to optimise. auto: lncc if the contrasts of the scans agree, otherwise lncc2, which "
-        "does not mind inverted contrast.",
+        "The similarity measure to optimise. auto: lncc, with one scan recoloured like the other if their contrasts "
+        "differ; lncc2 for the weights of the network then.",
         QUALITY,
     ] = "auto"
     optimize: Annotated[

@@ -1,22 +1,26 @@
-"""Which similarity to optimise: decided from the images, once the network has aligned them roughly.
+"""What an optimisation compares, and how: decided from the images, once the network has aligned them roughly.
 
-Squared local correlation (lncc2) does not mind inverted contrast. On scans of the same contrast it is as good as local
-correlation (lncc), or nearly so; on others it is far better. So it is taken unless the contrasts clearly agree. Where
-they differ, the images are a weaker guide, and the map is kept more regular.
+If the contrasts of two scans agree, it is their local correlation (lncc). If they differ, that would drive them apart,
+and its square (lncc2), which does not mind an inverted contrast, is little better: it matches any edge with any other.
+So one scan is first recoloured: each of its intensities becomes the mean of the other scan's intensities where the
+network's map has put it, as in the correlation ratio (Roche et al., MICCAI 1998). Where no such curve makes the scans
+alike, as between CT and MR, their intensities are no guide, and the network's result is kept.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from carlreg.geometry.grids import interpolate
 from carlreg.geometry.transforms import Identity, Transform
 from carlreg.objective.losses import gaussian_blur, local_correlation
-from carlreg.preparation import FOREGROUND, PreparedPair
+from carlreg.preparation import FOREGROUND, Prepared, PreparedPair
 from carlreg.registration.options import RegisterOptions
 
 WINDOW = 2.0
@@ -25,6 +29,28 @@ AGREEMENT = 0.7
 """From this agreement on, two images have the same contrast."""
 REGULARITY = 3.0
 """Default weight of the regulariser for images of different contrast."""
+ALIKE = 0.5
+"""The loss of both directions, 2 minus their mean local correlations, that recoloured images have to reach."""
+BINS = 64
+"""Intensities from 0 to 1 that a curve of colours distinguishes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What an optimisation compares, and how."""
+
+    options: RegisterOptions
+    """With a similarity in place of "auto"."""
+    pair: PreparedPair
+    """Perhaps with one image recoloured."""
+    reason: str | None = None
+    enough: float = math.inf
+    """The loss of similarity that has to be reached for the result to count."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the contrasts of the scans as they are were found to differ."""
+        return self.enough < math.inf or self.options.io_sim == "lncc2"
 
 
 @torch.no_grad()
@@ -59,15 +85,81 @@ def mismatch(
     return float((weight * before).sum() / total), float((weight * after).sum() / total)
 
 
-def with_similarity(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> tuple[RegisterOptions, str | None]:
-    """The options with a similarity in place of "auto", chosen by the map Φ[moving, fixed], and the reason."""
+def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> Comparison:
+    """How to compare two images that the map Φ[moving, fixed] has aligned roughly. Only fields are optimised on
+    recoloured images: to optimise its weights, the network has to see the images as they are."""
     if options.io_sim != "auto":
-        return options, None
+        return Comparison(options, pair)
     fixed = pair.fixed.tensor
-    found = agreement(interpolate(pair.moving.tensor, phi.on_grid_of(fixed)), fixed)
-    if found >= AGREEMENT:
-        return replace(options, io_sim="lncc"), f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
+    warped = interpolate(pair.moving.tensor, phi.on_grid_of(fixed))
+    found = agreement(warped, fixed)
+    two_kinds = pair.fixed.is_ct != pair.moving.is_ct
+    if found >= AGREEMENT and not two_kinds:
+        reason = f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
+        return Comparison(replace(options, io_sim="lncc"), pair, reason)
     weight = REGULARITY if options.regularity is None else options.regularity
+    if math.isnan(found):
+        return Comparison(replace(options, io_sim="lncc2", regularity=weight), pair, "the images hardly overlap")
     reason = f"the contrasts differ (agreement {found:.2f}, limit {AGREEMENT})"
-    reason = "the images hardly overlap" if math.isnan(found) else reason
-    return replace(options, io_sim="lncc2", regularity=weight), reason
+    reason = "one scan is a CT, the other is not" if two_kinds else reason
+    if options.optimize == "weights":
+        return Comparison(replace(options, io_sim="lncc2", regularity=weight), pair, reason)
+    alike, which = recoloured(pair, warped)
+    reason += f": the {which} image was recoloured"
+    return Comparison(replace(options, io_sim="lncc", regularity=weight), alike, reason, ALIKE)
+
+
+@torch.no_grad()
+def recoloured(pair: PreparedPair, warped: Tensor) -> tuple[PreparedPair, str]:
+    """The pair with one image in the colours of the other, and which. It is the one whose intensities tell more about
+    the other's, where the moving image, `warped`, lies on the fixed one."""
+    fixed, moving = pair
+    counts = _joint_histogram(warped, fixed.tensor, fixed.mask)
+    of_moving, of_fixed = _curve(counts), _curve(counts.T)
+    if of_moving[1] >= of_fixed[1]:
+        return replace(pair, moving=_with_colours(moving, of_moving[0])), "moving"
+    return replace(pair, fixed=_with_colours(fixed, of_fixed[0])), "fixed"
+
+
+Array = npt.NDArray[np.float64]
+
+
+def _joint_histogram(warped: Tensor, fixed: Tensor, mask: Tensor | None) -> Array:
+    """How often each intensity of the warped image (rows) lies on each of the fixed one (columns), in both bodies."""
+    inside = (warped > FOREGROUND) & (fixed > FOREGROUND)
+    inside = inside if mask is None else inside & (mask > 0)
+    rows, columns = ((image[inside].clamp(0, 1) * (BINS - 1)).round().long() for image in (warped, fixed))
+    both = (BINS * rows + columns).cpu().numpy()
+    return np.bincount(both, minlength=BINS**2).reshape(BINS, BINS).astype(np.float64)
+
+
+def _curve(counts: Array) -> tuple[Tensor, float]:
+    """The mean intensity of the columns for each row, and the part of their variance that it explains. Black stays
+    black."""
+    levels = np.linspace(0, 1, BINS)
+    near = counts
+    for _ in range(3):  # neighbouring rows share their counts
+        padded = np.pad(near, ((1, 1), (0, 0)), mode="edge")
+        near = 0.25 * padded[:-2] + 0.5 * padded[1:-1] + 0.25 * padded[2:]
+    known = near.sum(axis=1) > 1
+    means = np.interp(levels, levels[known], near[known] @ levels / near[known].sum(axis=1)) if known.any() else levels
+    total = max(float(counts.sum()), 1.0)
+    centre = float((counts @ levels).sum()) / total
+    spread = float((counts * (levels - centre) ** 2).sum())
+    rest = float((counts * (levels - means[:, None]) ** 2).sum())
+    curve = means * np.clip(levels / FOREGROUND, 0, 1)
+    return torch.from_numpy(curve).float(), 1 - rest / max(spread, 1e-9)
+
+
+def _with_colours(image: Prepared, curve: Tensor) -> Prepared:
+    source = image.source
+    source = None if source is None else (_coloured(source[0], curve), *source[1:])
+    return replace(image, tensor=_coloured(image.tensor, curve), source=source)
+
+
+def _coloured(values: Tensor, curve: Tensor) -> Tensor:
+    """The curve at each intensity, by linear interpolation."""
+    curve, place = curve.to(values), values.clamp(0, 1) * (BINS - 1)
+    low = place.floor().clamp(max=BINS - 2)
+    index = low.long()
+    return torch.lerp(curve[index], curve[index + 1], place - low)

@@ -32,7 +32,7 @@ from carlreg.registration.both import both_maps
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
-from carlreg.registration.similarity import mismatch, with_similarity
+from carlreg.registration.similarity import Comparison, compare, mismatch
 from carlreg.registration.watch import watched
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Solution:
     optimization: Optimization | None = None
     io_sim: str | None = None
     io_sim_reason: str | None = None
+    contrasts_differ: bool = False
     io_kept: str | None = None
     """Why the optimisation left its start as it was, if it did."""
     search: AffineMatch | None = None
@@ -124,19 +125,25 @@ def solve(
         progress.begin("network")
         with watched(network, pair.moving.tensor, pair.fixed.tensor, progress.advance):
             maps = _both(network, pair, model.graphs)
-    options, reason = with_similarity(options, maps[0], pair)
-    chosen: dict[str, Any] = {"io_sim": options.similarity_name, "io_sim_reason": reason, "search": search}
+    comparison = compare(options, maps[0], pair)
+    options = comparison.options
+    chosen: dict[str, Any] = {
+        "io_sim": options.similarity_name,
+        "io_sim_reason": comparison.reason,
+        "contrasts_differ": comparison.differs,
+        "search": search,
+    }
     chosen["first"] = maps
     over: Way = "fields" if options.optimize == "auto" else options.optimize
     start = "the network's result" if search is None else "the map that the search found"
-    if search is None and options.allow_identity and (why := _better_unregistered(maps, pair, options)):
+    if search is None and options.allow_identity and (why := _better_unregistered(maps, pair, comparison)):
         maps, over, start = (Identity(), Identity()), "fields", "the unregistered images"
         progress.warn(why)
     optimization = None
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
         demands = {"guide": guide, "rigidity": rigidity, "graphs": model.graphs}
-        optimization = _optimize(network, maps, pair, options, over, callback, demands, progress.advance)
+        optimization = _optimize(network, maps, comparison, over, callback, demands, progress.advance)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -198,11 +205,12 @@ def _run(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, graphs: 
     return forward.map_tensors(check), backward.map_tensors(check)
 
 
-def _better_unregistered(maps: Maps, pair: PreparedPair, options: RegisterOptions) -> str | None:
+def _better_unregistered(maps: Maps, pair: PreparedPair, comparison: Comparison) -> str | None:
     """Why to prefer the unregistered images to the network's result; None if there is no reason."""
-    moving, fixed = pair.moving.tensor, pair.fixed.tensor
+    moving, fixed, options = pair.moving.tensor, pair.fixed.tensor, comparison.options
     if match_perfectly(Identity(), Identity(), moving, fixed):
         return "the unregistered images already match voxel by voxel: they were left as they are"
+    moving, fixed = comparison.pair.moving.tensor, comparison.pair.fixed.tensor
     before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", mask=pair.fixed.mask)
     if before < after:
         end = "those were kept" if options.io_iterations == 0 else "optimisation started from those"
@@ -211,7 +219,12 @@ def _better_unregistered(maps: Maps, pair: PreparedPair, options: RegisterOption
 
 
 def _kept(optimization: Optimization, start: str) -> str | None:
-    """Why the optimisation left its start as it was, if the loss fell by too little."""
+    """Why the optimisation left its start as it was, if the loss fell by too little or the images stayed unlike."""
+    if optimization.result.unlike is not None:
+        return (
+            f"the optimisation kept {start}: the contrasts of the scans differ too much to improve it by their "
+            "intensities; --io-sim mind tries that by their texture, which takes longer"
+        )
     if (fall := optimization.result.too_little) is None:
         return None
     need = 100 * optimization.gain
@@ -226,14 +239,14 @@ def _objective(pair: PreparedPair, options: RegisterOptions, over: Way) -> Objec
 def _optimize(
     network: RegistrationAlgorithm,
     maps: Maps,
-    pair: PreparedPair,
-    options: RegisterOptions,
+    comparison: Comparison,
     over: Way,
     callback: Callable[[int, Loss], None] | None,
     demands: dict[str, Any] | None = None,
     advance: Callable[[float], None] | None = None,
 ) -> Optimization:
     """Optimise the weights or the fields: also the fields if the GPU has too little memory for the weights."""
+    pair, options = comparison.pair, comparison.options
     moving, fixed = pair.moving.tensor, pair.fixed.tensor
     steps = STEPS[over] if options.io_iterations is None else options.io_iterations
     objective = _objective(pair, options, over)
@@ -244,13 +257,14 @@ def _optimize(
             result = instance_optimize(network, moving, fixed, **common, **vars(objective), callback=count)
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-            return _optimize(network, maps, pair, options, "fields", callback, demands, advance)
+            return _optimize(network, maps, comparison, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
     settings = _field_settings(network, pair)
     levels = settings.get("levels", LEVELS)
     common |= {
         "similarity": options.io_sim,
         "weight": objective.weight,
+        "enough": comparison.enough,
         **(demands or {}),
         **settings,
         "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
