@@ -22,7 +22,8 @@ from carlreg.objective import fields
 from carlreg.objective.fields import _Level, _Settings
 from carlreg.objective.windows import CONTRAST, EPSILON, Picture, Windows
 from carlreg.preparation import Prepared, PreparedPair
-from carlreg.registration import solve
+from carlreg.registration import similarity, solve
+from carlreg.registration.options import RegisterOptions
 
 GRIDS = [((40,), (33,), (1.0,)), ((40, 37), (33, 50), (1.0, 1.0)), ((34, 18, 6), (33, 20, 9), (1.0, 1.2, 5.0))]
 SETTINGS = _Settings("lncc", 1.5, 0.75, 20.0, 1.0, 2.0, 0)
@@ -279,3 +280,25 @@ def test_levels_that_end_early_are_no_failure() -> None:
     assert len(result.losses) < 501
     assert all(math.isfinite(loss["total"]) for loss in result.losses)
     assert seen == [*range(len(seen) - len(result.losses)), *range(400, 400 + len(result.losses))]
+
+
+def test_another_contrast_is_recoloured() -> None:
+    """A shift of 2 mm is found though dark and bright of one image are alike in the other; the start is kept where the
+    images stay unlike."""
+    fixed, moved = texture((40, 40, 40), 0.0, (1.0,) * 3), texture((40, 40, 40), 2.0, (1.0,) * 3)
+    moving = 0.1 + 2 * (moved - 0.45).abs()
+    image = Image(fixed[0, 0].numpy(), np.eye(4))
+    pair = PreparedPair(*(Prepared(image, one, None, "", image.shape, "whole") for one in (fixed, moving)))
+    comparison = similarity.compare(RegisterOptions(), Identity(), pair)
+    assert comparison.differs
+    images = comparison.pair.moving.tensor, comparison.pair.fixed.tensor
+
+    def shift(found: fields.Optimized) -> Tensor:
+        inner = Grid.of((20, 20, 20)).points() / 2 + 0.25
+        return 39 * (found.transform(inner[None]) - inner).flatten(0, -2).mean(dim=0)
+
+    found = optimize_fields(Identity(), Identity(), *images, enough=comparison.enough)
+    assert found.unlike is None
+    assert shift(found).numpy() == pytest.approx([2, 2, 2], abs=0.3)
+    kept = optimize_fields(Identity(), Identity(), *images, steps=2, enough=0.0)
+    assert kept.unlike == kept.losses[-1]["similarity"] > 0 == shift(kept).abs().max()

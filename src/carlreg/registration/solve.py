@@ -220,15 +220,15 @@ def _better_unregistered(maps: Maps, pair: PreparedPair, comparison: Comparison)
 
 def _kept(optimization: Optimization, start: str) -> str | None:
     """Why the optimisation left its start as it was, if the loss fell by too little or the images stayed unlike."""
+    if (fall := optimization.result.too_little) is not None:
+        need = 100 * optimization.gain
+        return f"the optimisation kept {start}: the loss fell by {100 * fall:.1f} %, less than the {need:.0f} % needed"
     if optimization.result.unlike is not None:
         return (
             f"the optimisation kept {start}: the contrasts of the scans differ too much to improve it by their "
             "intensities; --io-sim mind tries that by their texture, which takes longer"
         )
-    if (fall := optimization.result.too_little) is None:
-        return None
-    need = 100 * optimization.gain
-    return f"the optimisation kept {start}: the loss fell by {100 * fall:.1f} %, less than the {need:.0f} % needed"
+    return None
 
 
 def _objective(pair: PreparedPair, options: RegisterOptions, over: Way) -> Objective:
