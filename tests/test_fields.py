@@ -225,13 +225,18 @@ def test_settings_depend_on_the_voxels_of_the_scans(
 ) -> None:
     image = Image(np.zeros(sides, np.float32), np.diag([1.0, 1.0, slices, 1.0]), "scan")
     one = Prepared(image, torch.zeros(1, 1, *grid), None, "", sides, "whole")
+    network: Any = torch.nn.Identity()
+
+    def settings(pair: PreparedPair, network: Any = network, enough: float = math.inf) -> dict[str, Any]:
+        return solve._field_settings(network, similarity.Comparison(RegisterOptions(), pair, enough=enough))
+
     pair = PreparedPair(one, one)
-    assert solve._field_settings(torch.nn.Identity(), pair) == expected  # type: ignore[arg-type]
-    assert solve._field_settings(NoNetwork(), pair) == solve.FAR
+    assert settings(pair) == expected
+    assert settings(pair, enough=0.6) == (expected or {"stiffness": similarity.STIFFNESS})  # one was recoloured
+    assert settings(pair, NoNetwork()) == settings(pair, NoNetwork(), 0.6) == solve.FAR
     fine = Image(np.zeros((160, 160, 120), np.float32), np.eye(4), "scan")
     other = Prepared(fine, torch.zeros(1, 1, *grid), None, "", fine.shape, "whole")
-    mixed = solve._field_settings(torch.nn.Identity(), PreparedPair(one, other))  # type: ignore[arg-type]
-    assert mixed == (solve.SLICES if slices > 5 else {})
+    assert settings(PreparedPair(one, other)) == (solve.SLICES if slices > 5 else {})
 
 
 # ---- the early end --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ No test here needs `conftest.py` or a module path, so that the file also runs ag
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,7 @@ def test_a_beating_heart_in_a_still_body_is_worth_registering() -> None:
 def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     """Local correlation where it has one sign, squared where it has both, and what the user asks for always."""
     from carlreg.files.images import from_array
-    from carlreg.geometry.transforms import Identity
+    from carlreg.geometry.transforms import Affine, Identity, Transform
     from carlreg.objective.losses import gaussian_blur
     from carlreg.preparation import Prepared, PreparedPair
     from carlreg.registration.options import RegisterOptions
@@ -297,10 +298,10 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert abs(agreement(scan, folded)) < 0.5
     assert np.isnan(agreement(scan, torch.zeros_like(scan)))
 
-    def decide(moving: torch.Tensor, **options: Any) -> Comparison:
+    def decide(moving: torch.Tensor, phi: Transform | None = None, **options: Any) -> Comparison:
         image = from_array(scan[0, 0].numpy())
         pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole") for t in (scan, moving)))
-        return compare(RegisterOptions(**options), Identity(), pair)
+        return compare(RegisterOptions(**options), Identity() if phi is None else phi, pair)
 
     def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
         found = decide(moving, **options)
@@ -323,3 +324,9 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert str(chosen(folded)[1]).endswith(": the fixed image was recoloured")  # the moving one cannot tell
     assert decide(scan**2).enough == math.inf > decide(folded).enough
     assert chosen(torch.zeros_like(scan)) == ("lncc2", "the images hardly overlap")
+    partly = torch.where(scan > 0.65, 1.3 - scan, scan)  # inverted where it is bright, and there is little of that
+    assert agreement(partly, scan) > 0.7
+    assert re.search(r"recolouring raises their correlation by 0\.[01].*: the fixed", str(chosen(partly)[1]))
+    torn = Affine(torch.tensor([[[1.0, 0, 0, 0.3], [0, 1, 0, 0], [0, 0, 1, 0]]]))
+    assert decide(scan, torn).reason == "the contrasts agree (agreement 1.00 before the network, limit 0.7)"
+    assert decide(1 - scan, torn).differs

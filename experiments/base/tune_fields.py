@@ -134,7 +134,8 @@ class Pair:
             on_grid(fixed, pair.fixed, shapes[1], LABELS[name]),
         )
         weight = FIELD_WEIGHT if options.regularity is None else options.regularity
-        settings = {"similarity": options.io_sim, "weight": weight, **_field_settings(used.network, pair)}
+        settings = {"similarity": options.io_sim, "weight": weight, **_field_settings(used.network, comparison)}
+        settings["enough"] = comparison.enough
         return cls(maps, scans, labels, settings)
 
     def score(self, settings: Settings | None) -> dict[str, Any]:

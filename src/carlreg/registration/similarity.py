@@ -3,14 +3,16 @@
 If the contrasts of two scans agree, it is their local correlation (lncc). If they differ, that would drive them apart,
 and its square (lncc2), which does not mind an inverted contrast, is little better: it matches any edge with any other.
 So one scan is first recoloured: each of its intensities becomes the mean of the other scan's intensities where the
-network's map has put it, as in the correlation ratio (Roche et al., MICCAI 1998). Where no such curve makes the scans
-alike, as between CT and MR, their intensities are no guide, and the network's result is kept.
+network's map has put it, as in the correlation ratio (Roche et al., MICCAI 1998), and its result may bend less, since
+tissues that look alike in one scan have no edge between them. Where no such curve makes the scans alike, as between CT
+and MR, their intensities are no guide, and the network's result is kept.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,13 @@ from carlreg.registration.options import RegisterOptions
 WINDOW = 2.0
 """Standard deviation in voxels of the windows in which intensities are compared."""
 AGREEMENT = 0.7
-"""From this agreement on, two images have the same contrast."""
-REGULARITY = 3.0
-"""Default weight of the regulariser for images of different contrast."""
-ALIKE = 0.5
+"""Two images of the same contrast agree at least as much as this,"""
+GAINED = 0.03
+"""and recolouring one raises their mean local correlation by this at most."""
+REGULARITY, STIFFNESS = 3.0, 1.0
+"""Weight of the regulariser, and price on the bending of changes, for images of different contrast: where two tissues
+look alike in one of them, only the network knows where they end."""
+ALIKE = 0.6
 """The loss of both directions, 2 minus their mean local correlations, that recoloured images have to reach."""
 BINS = 64
 """Intensities from 0 to 1 that a curve of colours distinguishes."""
@@ -57,12 +62,18 @@ class Comparison:
 def agreement(warped: Tensor, fixed: Tensor) -> float:
     """Mean over root mean square of the local correlations: near 1 if what is brighter in one image is brighter in the
     other everywhere, near −1 if it is darker, about 0 if the contrasts have little in common; NaN without any overlap.
-
-    Only windows inside both bodies count, since a body differs from the background in every contrast.
     """
+    return _agreement(_correlations(warped, fixed))
+
+
+def _agreement(correlations: Tensor) -> float:
+    return float(correlations.mean() / correlations.square().mean().sqrt().clamp(min=1e-6))
+
+
+def _correlations(warped: Tensor, fixed: Tensor) -> Tensor:
+    """Only those in windows inside both bodies, since a body differs from the background in every contrast."""
     inside = gaussian_blur(((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed), WINDOW) > 0.95
-    correlation = local_correlation(warped, fixed, WINDOW)[inside]
-    return float(correlation.mean() / correlation.square().mean().sqrt().clamp(min=1e-6))
+    return local_correlation(warped, fixed, WINDOW)[inside]
 
 
 @torch.no_grad()
@@ -85,40 +96,66 @@ def mismatch(
     return float((weight * before).sum() / total), float((weight * after).sum() / total)
 
 
+@torch.no_grad()
 def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> Comparison:
     """How to compare two images that the map Φ[moving, fixed] has aligned roughly. Only fields are optimised on
     recoloured images: to optimise its weights, the network has to see the images as they are."""
     if options.io_sim != "auto":
         return Comparison(options, pair)
-    fixed = pair.fixed.tensor
-    warped = interpolate(pair.moving.tensor, phi.on_grid_of(fixed))
-    found = agreement(warped, fixed)
-    two_kinds = pair.fixed.is_ct != pair.moving.is_ct
-    if found >= AGREEMENT and not two_kinds:
-        reason = f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
+    warped = interpolate(pair.moving.tensor, phi.on_grid_of(pair.fixed.tensor))
+    alike = recoloured(pair, warped)
+    differ, reason = _differ(pair, warped, alike)
+    if not differ:
         return Comparison(replace(options, io_sim="lncc"), pair, reason)
     weight = REGULARITY if options.regularity is None else options.regularity
+    options = replace(options, io_sim="lncc2", regularity=weight)
+    if options.optimize == "weights" or alike.which is None:
+        return Comparison(options, pair, reason)
+    reason += f": the {alike.which} image was recoloured"
+    return Comparison(replace(options, io_sim="lncc"), alike.pair, reason, ALIKE)
+
+
+def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool, str]:
+    """Whether the contrasts of two images differ, and why."""
+    if pair.fixed.is_ct != pair.moving.is_ct:
+        return True, "one scan is a CT, the other is not"
+    fixed = pair.fixed.tensor
+    correlations = _correlations(warped, fixed)
+    found = _agreement(correlations)
+    gained = float(_correlations(alike.warped, alike.pair.fixed.tensor).mean() - correlations.mean())
+    if found >= AGREEMENT and not gained > GAINED:
+        return False, f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
+    unmoved = agreement(interpolate(pair.moving.tensor, Identity().on_grid_of(fixed)), fixed)
+    if unmoved >= AGREEMENT and not found >= unmoved:  # whatever the map has done
+        return False, f"the contrasts agree (agreement {unmoved:.2f} before the network, limit {AGREEMENT})"
     if math.isnan(found):
-        return Comparison(replace(options, io_sim="lncc2", regularity=weight), pair, "the images hardly overlap")
-    reason = f"the contrasts differ (agreement {found:.2f}, limit {AGREEMENT})"
-    reason = "one scan is a CT, the other is not" if two_kinds else reason
-    if options.optimize == "weights":
-        return Comparison(replace(options, io_sim="lncc2", regularity=weight), pair, reason)
-    alike, which = recoloured(pair, warped)
-    reason += f": the {which} image was recoloured"
-    return Comparison(replace(options, io_sim="lncc", regularity=weight), alike, reason, ALIKE)
+        return True, "the images hardly overlap"
+    if found < AGREEMENT:
+        return True, f"the contrasts differ (agreement {found:.2f}, limit {AGREEMENT})"
+    return True, f"the contrasts differ (recolouring raises their correlation by {gained:.2f}, limit {GAINED})"
 
 
-@torch.no_grad()
-def recoloured(pair: PreparedPair, warped: Tensor) -> tuple[PreparedPair, str]:
-    """The pair with one image in the colours of the other, and which. It is the one whose intensities tell more about
-    the other's, where the moving image, `warped`, lies on the fixed one."""
-    fixed, moving = pair
-    counts = _joint_histogram(warped, fixed.tensor, fixed.mask)
-    of_moving, of_fixed = _curve(counts), _curve(counts.T)
-    if of_moving[1] >= of_fixed[1]:
-        return replace(pair, moving=_with_colours(moving, of_moving[0])), "moving"
-    return replace(pair, fixed=_with_colours(fixed, of_fixed[0])), "fixed"
+class Recoloured(NamedTuple):
+    """Two images of which one has taken the colours of the other."""
+
+    pair: PreparedPair
+    warped: Tensor
+    """The moving image where a map has put it, in its new colours if it is the one."""
+    which: Literal["moving", "fixed"] | None
+    """None without any overlap."""
+
+
+def recoloured(pair: PreparedPair, warped: Tensor) -> Recoloured:
+    """The pair with that image recoloured whose intensities tell more about the other's, where the moving image,
+    `warped`, lies on the fixed one."""
+    counts = _joint_histogram(warped, pair.fixed.tensor, pair.fixed.mask)
+    if not counts.any():
+        return Recoloured(pair, warped, None)
+    (of_moving, explained), (of_fixed, less) = _curve(counts), _curve(counts.T)
+    if explained >= less:
+        new = replace(pair, moving=_with_colours(pair.moving, of_moving))
+        return Recoloured(new, _coloured(warped, of_moving), "moving")
+    return Recoloured(replace(pair, fixed=_with_colours(pair.fixed, of_fixed)), warped, "fixed")
 
 
 Array = npt.NDArray[np.float64]

@@ -32,7 +32,7 @@ from carlreg.registration.both import both_maps
 from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
-from carlreg.registration.similarity import Comparison, compare, mismatch
+from carlreg.registration.similarity import STIFFNESS, Comparison, compare, mismatch
 from carlreg.registration.watch import watched
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def _optimize(
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
             return _optimize(network, maps, comparison, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
-    settings = _field_settings(network, pair)
+    settings = _field_settings(network, comparison)
     levels = settings.get("levels", LEVELS)
     common |= {
         "similarity": options.io_sim,
@@ -311,15 +311,18 @@ def _optimize_fields(
             logger.warning("too little memory to optimise the fields on the scans' own voxels: a coarser grid is used")
 
 
-def _field_settings(network: RegistrationAlgorithm, pair: PreparedPair) -> dict[str, Any]:
+def _field_settings(network: RegistrationAlgorithm, comparison: Comparison) -> dict[str, Any]:
     """Those for pairs without a network, for pairs of small scans, of which neither has more voxels than a grid half
-    the size of the network's along each axis, and for pairs with a scan in thick slices."""
+    the size of the network's along each axis, for pairs with a scan in thick slices, and for different contrasts."""
+    pair = comparison.pair
     if isinstance(network, NoNetwork):
         return FAR
     if all(math.prod(one.sides) <= math.prod((n + 1) // 2 for n in one.tensor.shape[2:]) for one in pair):
         return SMALL
     voxels = [one.spacing(one.sides) for one in pair]
-    return SLICES if any(max(voxel) >= THICK * min(voxel) for voxel in voxels) else {}
+    if any(max(voxel) >= THICK * min(voxel) for voxel in voxels):
+        return SLICES
+    return {"stiffness": STIFFNESS} if comparison.differs else {}
 
 
 def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | None = None) -> list[Shape]:
