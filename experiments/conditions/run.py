@@ -62,7 +62,7 @@ ANGLES = (0.0, 30.0, 60.0, 90.0, 135.0, 180.0)
 PLANES = {"axial": (0, 1), "coronal": (0, 2), "sagittal": (1, 2)}
 SEEDS = range(10)
 SEED = 0
-RESULTS = Path(__file__).with_name("results.json")
+RESULTS = Path(__file__).parent / "results" / "val.json"
 Row = dict[str, Any]
 Case = tuple[Row, Callable[[], Row]]
 """What is registered, and how to measure it."""

@@ -100,11 +100,13 @@ def ways(comparison: Comparison, pair: PreparedPair) -> dict[str, Comparison]:
 def overlaps(
     model: LoadedModel, maps: tuple[Transform, Transform], comparison: Comparison, pair: PreparedPair, *paths: Path
 ) -> dict[str, float]:
-    """Mean Dice of the network, and of each way to optimise its result; none without labels of both scans."""
+    """Mean Dice of the network, and of each way to optimise its result; none without labels that both scans have."""
     on_fixed, on_moving = (labels(path, one.image) for path, one in zip(paths, pair, strict=True))
     if on_fixed is None or on_moving is None:
         return {}
     common = sorted(set(on_fixed.unique().int().tolist()) & set(on_moving.unique().int().tolist()) - {0})
+    if not common:
+        return {}
     found = {"network": maps[0]}
     for name, way in ways(comparison, pair).items():
         weight = FIELD_WEIGHT if way.options.regularity is None else way.options.regularity
