@@ -5,8 +5,8 @@
 Brains and abdomens are ordered pairs of different subjects, in a random order with a fixed seed; hearts are the end of
 diastole registered to the end of systole of the same patient. Results are written to results/val.json after every pair.
 Pairs already there are skipped, so the script can be stopped and restarted. `--split train` takes the last three
-training subjects instead, on which settings are chosen, and needs `--out`. `ants-synquick` registers the same pairs with ANTs
-(antspyx); its seconds are of the registration alone, those of `carl register` of the whole command.
+training subjects instead, on which settings are chosen, and needs `--out`. The kind `ants-synquick` registers the same
+pairs by ANTs (antspyx); its seconds are of the registration alone, those of `carl register` of the whole command.
 """
 
 from __future__ import annotations
