@@ -35,7 +35,7 @@ from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import Prepared, prepare_pair
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.similarity import compare
-from carlreg.registration.solve import _both, _field_grids, _field_settings
+from carlreg.registration.solve import _both, _field_grids, _field_settings, _with_better_colours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from made import commit, machine  # type: ignore[import-not-found]
@@ -124,8 +124,11 @@ class Pair:
         used = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
         maps = _both(used.network, pair)
         comparison = compare(RegisterOptions(), maps[0], pair)
-        options, pair = comparison.options, comparison.pair
-        shapes = _field_grids(pair, options)
+        options, shapes = comparison.options, _field_grids(pair, comparison.options)
+        weight = FIELD_WEIGHT if options.regularity is None else options.regularity
+        settings = {"similarity": options.io_sim, "weight": weight, **_field_settings(used.network, comparison)}
+        settings["enough"] = comparison.enough
+        pair = _with_better_colours(comparison, pair, maps, shapes, settings)
         scans: dict[str, Any] = {}
         for role, one, shape in zip(("moving", "fixed"), (pair.moving, pair.fixed), shapes, strict=True):
             scans |= {role: one.on_grid(shape)[0], f"{role}_spacing": one.spacing(shape)}
@@ -133,9 +136,6 @@ class Pair:
             on_grid(moving, pair.moving, shapes[0], LABELS[name]),
             on_grid(fixed, pair.fixed, shapes[1], LABELS[name]),
         )
-        weight = FIELD_WEIGHT if options.regularity is None else options.regularity
-        settings = {"similarity": options.io_sim, "weight": weight, **_field_settings(used.network, comparison)}
-        settings["enough"] = comparison.enough
         return cls(maps, scans, labels, settings)
 
     def score(self, settings: Settings | None) -> dict[str, Any]:

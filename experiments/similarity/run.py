@@ -28,7 +28,7 @@ from carlreg.objective.metrics import dice, mean_score
 from carlreg.preparation import Prepared, PreparedPair, prepare_pair
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.similarity import REGULARITY, Comparison, compare
-from carlreg.registration.solve import _at_most, _both, _field_settings
+from carlreg.registration.solve import _at_most, _both, _field_settings, _with_better_colours
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "base"))
@@ -112,9 +112,10 @@ def overlaps(
         weight = FIELD_WEIGHT if way.options.regularity is None else way.options.regularity
         settings: dict[str, Any] = {"similarity": way.options.io_sim, "weight": weight, "enough": way.enough}
         settings |= _field_settings(model.network, way)
-        for role, one in (("moving", way.pair.moving), ("fixed", way.pair.fixed)):
-            shape = _at_most(one.sides, SIDE)
-            settings |= {role: one.on_grid(shape)[0], f"{role}_spacing": one.spacing(shape)}
+        grids = [_at_most(one.sides, SIDE) for one in (pair.moving, pair.fixed)]
+        images = _with_better_colours(way, pair, maps, grids, settings)
+        for role, one, grid in zip(("moving", "fixed"), (images.moving, images.fixed), grids, strict=True):
+            settings |= {role: one.on_grid(grid)[0], f"{role}_spacing": one.spacing(grid)}
         found[name] = optimize_fields(*maps, **settings).transform
     scores = {
         name: dice(warp(on_moving, phi, like=on_fixed, mode="nearest"), on_fixed, common) for name, phi in found.items()

@@ -34,10 +34,13 @@ GAINED = 0.03
 REGULARITY, STIFFNESS = 3.0, 1.0
 """Weight of the regulariser, and price on the bending of changes, for images of different contrast: where two tissues
 look alike in one of them, only the network knows where they end."""
-ALIKE = 0.6
+ALIKE = 0.55
 """The loss of both directions, 2 minus their mean local correlations, that recoloured images have to reach."""
 BINS = 64
 """Intensities from 0 to 1 that a curve of colours distinguishes."""
+
+
+Which = Literal["moving", "fixed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +51,30 @@ class Comparison:
     """With a similarity in place of "auto"."""
     pair: PreparedPair
     """Perhaps with one image recoloured."""
-    reason: str | None = None
-    enough: float = math.inf
-    """The loss of similarity that has to be reached for the result to count."""
+    why: str | None = None
+    """Why this similarity was chosen, if the user did not choose it."""
+    which: Which | None = None
+    """The image that was recoloured."""
 
     @property
     def differs(self) -> bool:
         """Whether the contrasts of the scans as they are were found to differ."""
-        return self.enough < math.inf or self.options.io_sim == "lncc2"
+        return self.which is not None or self.options.io_sim == "lncc2"
+
+    @property
+    def enough(self) -> float:
+        """The loss of similarity that has to be reached for the result to count."""
+        return math.inf if self.which is None else ALIKE
+
+    @property
+    def reason(self) -> str | None:
+        """What was decided, and why."""
+        return self.why if self.which is None else f"{self.why}: the {self.which} image was recoloured"
+
+    def recoloured_at(self, phi: Transform, pair: PreparedPair) -> Comparison:
+        """The same, with new colours for an image of the original pair: a better map gives better ones."""
+        alike = recoloured(pair, _warped(phi, pair))
+        return replace(self, pair=alike.pair, which=alike.which)
 
 
 @torch.no_grad()
@@ -102,17 +121,20 @@ def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> Com
     recoloured images: to optimise its weights, the network has to see the images as they are."""
     if options.io_sim != "auto":
         return Comparison(options, pair)
-    warped = interpolate(pair.moving.tensor, phi.on_grid_of(pair.fixed.tensor))
+    warped = _warped(phi, pair)
     alike = recoloured(pair, warped)
-    differ, reason = _differ(pair, warped, alike)
+    differ, why = _differ(pair, warped, alike)
     if not differ:
-        return Comparison(replace(options, io_sim="lncc"), pair, reason)
+        return Comparison(replace(options, io_sim="lncc"), pair, why)
     weight = REGULARITY if options.regularity is None else options.regularity
     options = replace(options, io_sim="lncc2", regularity=weight)
     if options.optimize == "weights" or alike.which is None:
-        return Comparison(options, pair, reason)
-    reason += f": the {alike.which} image was recoloured"
-    return Comparison(replace(options, io_sim="lncc"), alike.pair, reason, ALIKE)
+        return Comparison(options, pair, why)
+    return Comparison(replace(options, io_sim="lncc"), alike.pair, why, alike.which)
+
+
+def _warped(phi: Transform, pair: PreparedPair) -> Tensor:
+    return interpolate(pair.moving.tensor, phi.on_grid_of(pair.fixed.tensor))
 
 
 def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool, str]:
@@ -141,7 +163,7 @@ class Recoloured(NamedTuple):
     pair: PreparedPair
     warped: Tensor
     """The moving image where a map has put it, in its new colours if it is the one."""
-    which: Literal["moving", "fixed"] | None
+    which: Which | None
     """None without any overlap."""
 
 

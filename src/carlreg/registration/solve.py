@@ -52,6 +52,8 @@ FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0, "stiffness": 0.0}
 price of folds."""
 FINEST, COARSEST = 192, 96
 """Voxels a side of the grid on which fields are optimised, at most: with local correlation, and with anything else."""
+RECOLOURED = 3
+"""How often an image is recoloured again, each time at the map that its last colours led to."""
 BYTES = 200
 """Memory for the optimisation of fields, for each voxel of both images."""
 Shape = tuple[int, ...]
@@ -143,7 +145,7 @@ def solve(
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
         demands = {"guide": guide, "rigidity": rigidity, "graphs": model.graphs}
-        optimization = _optimize(network, maps, comparison, over, callback, demands, progress.advance)
+        optimization = _optimize(network, maps, comparison, pair, over, callback, demands, progress.advance)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
@@ -240,6 +242,7 @@ def _optimize(
     network: RegistrationAlgorithm,
     maps: Maps,
     comparison: Comparison,
+    original: PreparedPair,
     over: Way,
     callback: Callable[[int, Loss], None] | None,
     demands: dict[str, Any] | None = None,
@@ -257,7 +260,7 @@ def _optimize(
             result = instance_optimize(network, moving, fixed, **common, **vars(objective), callback=count)
         except torch.cuda.OutOfMemoryError:
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
-            return _optimize(network, maps, comparison, "fields", callback, demands, advance)
+            return _optimize(network, maps, comparison, original, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
     settings = _field_settings(network, comparison)
     levels = settings.get("levels", LEVELS)
@@ -269,7 +272,10 @@ def _optimize(
         **settings,
         "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
     }
-    grid, result = _optimize_fields(maps, pair, _field_grids(pair, options, common.get("graphs")), common)
+    grids = _field_grids(pair, options, common.get("graphs"))
+    grid, result = _optimize_fields(
+        maps, _with_better_colours(comparison, original, maps, grids, common), grids, common
+    )
     return Optimization(over, steps, objective.weight, list(grid), result, settings.get("gain", GAIN))
 
 
@@ -288,6 +294,19 @@ def _counting(
             callback(step, loss)
 
     return both
+
+
+def _with_better_colours(
+    comparison: Comparison, original: PreparedPair, maps: Maps, grids: Sequence[Shape], common: dict[str, Any]
+) -> PreparedPair:
+    """The images to compare. If one was recoloured, it is recoloured again, several times, where an optimisation on
+    coarser grids puts it: at the network's map, the colours of neighbouring tissues are mixed."""
+    rough = [_at_most(grid, max(grid) // 2) for grid in grids]
+    few = common | {"coarse_steps": common.get("steps", FIELD_STEPS), "callback": None}
+    for _ in range(RECOLOURED if comparison.which else 0):
+        phi = _optimize_fields(maps, comparison.pair, rough, few)[1].transform
+        comparison = comparison.recoloured_at(phi, original)
+    return comparison.pair
 
 
 def _optimize_fields(
