@@ -6,6 +6,7 @@ temporary folder, which is removed at the end.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from carlreg.files.images import TWO_FILES
 from carlreg.files.label_names import TABLES, read_names
 from carlreg.files.results import ResultFolder
 from carlreg.registration.options import PairInputs
-from carlreg.show.viewer.jobs import Task, free_path, task_options
+from carlreg.show.viewer.jobs import Job, Task, free_path, task_options
 from carlreg.show.viewer.server import Refusal, Response, Server, choice_of, port_errors, read_json, to_json
 
 ASSETS = {"": ("page.html", "text/html"), "app.css": ("app.css", "text/css"), "app.js": ("app.js", "text/javascript")}
@@ -56,6 +57,8 @@ class App(Server):
     def respond_from_scene(self, name: str, options: dict[str, str]) -> Response:
         if name == "app.json":
             return to_json(self.describe())
+        if name == "job.json" and self.job is not None:
+            return to_json(self.describe_job(self.job))
         return super().respond_from_scene(name, options)
 
     def describe(self) -> dict[str, Any]:
@@ -70,9 +73,17 @@ class App(Server):
             "tables": sorted(TABLES),
             "out": None if self.out is None else str(self.out.absolute()),
             "uploads": {name: [path.name for path in self.uploads(name)] for name in INPUTS},
-            "job": None if self.job is None else self.job.describe(),
+            "job": None if self.job is None else self.describe_job(self.job),
             "has_result": bool(self.scenes),
         }
+
+    def describe_job(self, job: Job) -> dict[str, Any]:
+        """How far a registration is; its message names files as the user dropped them."""
+        state = job.describe()
+        for name in INPUTS:
+            folder = str(self.folder / name)
+            state["message"] = state["message"].replace(folder + os.sep, "").replace(folder, "the dropped folder")
+        return state
 
     # ---- requests that change something ----
 
