@@ -689,6 +689,18 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
 
 @pytest.mark.browser
 @needs_browser
+def test_crosshairs_are_thin_from_the_start(tab: Page, server: viewer.Server) -> None:
+    """NiiVue keeps the lines of its crosshair, a millimetre wide, until the crosshair moves."""
+    opened(tab, server, 1400, 900)
+    for side in ("fixed", "warped"):
+        left, top, width, height = tile(tab, side)
+        assert height / (tab.get("sizeOf(panels.fixed)")[1]) > 4  # pixels of a millimetre
+        column = screen(tab)[round(top) : round(top + height), round(left + 0.25 * width)]
+        assert 1 <= (column[:, 0] - column[:, 2] > 60).sum() <= 3  # yellow
+
+
+@pytest.mark.browser
+@needs_browser
 def test_planes_are_arranged_alike_in_all_panels(tab: Page, tmp_path: Path) -> None:
     """A flat scan and a tall one would each be largest in another arrangement."""
     pair = structures()

@@ -166,6 +166,7 @@ function arrange() {
     const scale = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight, layout);
     panel.opts.multiplanarLayout = layout;
     panel.opts.crosshairWidth = 1.5 / scale;  // pixels
+    if (panel.crosshairs3D) panel.crosshairs3D.mm = [];  // NiiVue keeps its lines until the crosshair moves
     panel.resizeListener();
     panel.drawScene();
   }
