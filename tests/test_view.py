@@ -701,6 +701,21 @@ def test_crosshairs_are_thin_from_the_start(tab: Page, server: viewer.Server) ->
 
 @pytest.mark.browser
 @needs_browser
+def test_a_stopped_program_is_noticed_once(tab: Page, out: Path) -> None:
+    with running(out) as one:
+        opened(tab, one)
+        left, top, width, height = tile(tab, "fixed")
+    for part in (0.2, 0.4, 0.6):
+        tab.mouse("mouseMoved", left + part * width, top + part * height, "none")
+        tab.click(left + part * width, top + part * height)
+        tab.settle()
+    tab.wait("document.querySelector('.note')")
+    tab.settle()
+    assert tab.get("byId('notes').innerText") == "The program does not answer. Is carl still running?"
+
+
+@pytest.mark.browser
+@needs_browser
 def test_planes_are_arranged_alike_in_all_panels(tab: Page, tmp_path: Path) -> None:
     """A flat scan and a tall one would each be largest in another arrangement."""
     pair = structures()

@@ -15,12 +15,13 @@ const level = { shift: 0, stretch: 1 };  // of every image's usual window
 
 async function request(address, value) {
   const options = value === undefined ? {} : { method: "POST", body: JSON.stringify(value), headers: { "X-Carl-Token": scene.token } };
-  const response = await fetch(address, options);
+  const response = await fetch(address, options).catch(() => { throw new Error("The program does not answer. Is carl still running?"); });
   if (!response.ok) throw new Error((await response.text()).trim());
   return response.json();
 }
 
 function note(text) {
+  if (Array.from(byId("notes").children).some((line) => line.textContent === text)) return;
   const line = document.createElement("p");
   line.className = "note";
   line.setAttribute("role", "alert");
