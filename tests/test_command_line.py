@@ -58,6 +58,19 @@ def test_help_of_register_at_80_columns(run: Run, monkeypatch: pytest.MonkeyPatc
         assert "[required" in text[where : text.index("\n  -", where)], name
 
 
+def test_types_in_a_help_are_what_a_user_types(run: Run) -> None:  # noqa: F811
+    for command, lines in (
+        ("evaluate", ("-m, --method <str> ", "--threads <int> ")),
+        ("view", ("--port <int> ",)),
+        ("register", ("--regularity <float> ", "-f, --fixed <path> ")),
+    ):
+        assert run(command, "--help")[0] == 0
+        text: str = run.out  # type: ignore[attr-defined]
+        assert all(line in text for line in lines), command
+        assert " range>" not in text
+        assert "list[" not in text
+
+
 def test_every_error_about_existing_results_names_overwrite(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
     out = tmp_path / "out"
     assert run(*pair(data, out, "--no-html"))[0] == 0

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ Function = Callable[..., Any]
 
 GENERAL = ("threads", "quiet", "verbose", "help")
 """Options of many commands, which come last in their help."""
+KIND = re.compile(r"<(?:list\[)?(\w+)(?:\]| range)>")
+"""A type as Python or click names it: `<list[str]>`, `<int range>`. A user reads what to type: `<str>`, `<int>`."""
 
 
 class Command(TyperCommand):
@@ -40,6 +43,7 @@ class Command(TyperCommand):
         general = []
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
+                record = (KIND.sub(r"<\1>", record[0]), record[1])
                 usual = f"{parameter.param_type_name.capitalize()}s"
                 panel = getattr(parameter, "rich_help_panel", None)
                 if panel is None and parameter.name in GENERAL:
