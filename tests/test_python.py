@@ -87,6 +87,7 @@ def test_a_figure(result: Registration) -> None:
     figure = result.plot()
     assert [place.get_title() for place in figure.axes[:4]] == [f"{title}, axial" for title in TITLES]
     assert len(figure.axes) == 12
+    assert [figure.axes[row * 4].texts[0].get_text() for row in range(3)] == ["R", "R", "A"]  # as in the report
 
 
 def test_warp_takes_what_register_takes(result: Registration, pair: tuple[Image, Image], tmp_path: Path) -> None:

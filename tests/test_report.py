@@ -21,12 +21,14 @@ from carlreg.files import world_transform
 from carlreg.files.images import Image, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.results import InputRecord, Report
+from carlreg.registration import picture as notebook
 from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.display import display_grid
 from carlreg.show.report import facts
 from carlreg.show.report.curves import plot_losses
 from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, page_data, volume, voxel_points
+from carlreg.show.thumbnail import SIDE, thumbnail
 
 sitk = pytest.importorskip("SimpleITK")
 PROGRAM = Path(report.__file__).parent / "page.js"
@@ -199,6 +201,21 @@ def test_the_program_shows_the_patients_sides(tmp_path: Path) -> None:
             assert len(rows) > 20
             assert (columns.mean() > picture.shape[1] / 2) == (side == "right"), (plane, which)
             assert rows.mean() < picture.shape[0] / 2, (plane, which)
+
+
+def test_pictures_elsewhere_show_the_same_sides() -> None:
+    """Those of notebooks, figures and the gallery: the patient's left is on the right there, too."""
+    pair = registration(lambda points: points)  # brighter to the left, to the back and upwards
+    for axis, lower in ((2, True), (1, False), (0, False)):
+        for picture in notebook.slices(pair, axis)[:3]:
+            across, down = (np.polyfit(np.arange(n), picture.mean(a), 1)[0] for a, n in enumerate(picture.shape[::-1]))
+            assert across > 0, axis
+            assert (down > 0) == lower, axis
+    blend = np.asarray(Picture.open(io.BytesIO(thumbnail(pair))))[:, -SIDE:]
+    rows, columns = (blend.min(axis=-1) > 200).nonzero()
+    assert len(rows) > 10
+    assert columns.mean() > SIDE / 2
+    assert rows.mean() < SIDE / 2
 
 
 @needs_node

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TITLES = ("fixed", "moving, before", "moving, after", "fixed and after")
 PLANES = ("sagittal", "coronal", "axial")
+LEFT = ("A", "R", "R")
+"""What lies on the left of a picture of each of `PLANES`: the patient's front or right."""
 SQUARES = 8
 """Squares of a checkerboard along the longer side of a slice."""
 HEIGHT = 240
@@ -59,7 +61,8 @@ def _slice(image: Image, axis: int, index: int) -> Image:
 
 
 def _levels(image: Image, scaling: preparation.Preprocessing, axis: int, dim: int) -> Picture:
-    """Grey levels of a slice on square pixels, as one looks at it: anterior or superior on top."""
+    """Grey levels of a slice on square pixels, as in the report: anterior or superior on top, right or anterior on the
+    left."""
     from PIL import Image as Pillow
 
     low, high = (-160.0, 240.0) if scaling.kind == "CT" else (scaling.low, scaling.high)
@@ -69,7 +72,7 @@ def _levels(image: Image, scaling: preparation.Preprocessing, axis: int, dim: in
     if dim == 3:
         grey = np.moveaxis(grey, axis, 0)[0]
         del spacing[axis]
-        grey = grey.T[::-1]  # the second axis upwards
+        grey = grey.T[::-1, ::-1]  # the second axis upwards, the first to the left
     else:
         grey = grey.T
     step = min(image.spacing)
@@ -107,10 +110,11 @@ def html(result: Registration) -> str:
     picture, buffer = row(slices(result)), io.BytesIO()
     Pillow.fromarray(picture).save(buffer, "PNG", optimize=True)
     source = base64.b64encode(buffer.getvalue()).decode()
+    sides = "; axial, the patient's right on the left" if result.fixed.dim == 3 else ""
     lines = "<br>".join(escaping.escape(line) for line in result.lines())
     return (
         f'<div><img alt="{", ".join(TITLES)}" src="data:image/png;base64,{source}" style="max-width:100%">'
-        f"<p>{', '.join(TITLES)}</p><p>{lines}</p>{''.join(_rows(result))}</div>"
+        f"<p>{', '.join(TITLES)}{sides}</p><p>{lines}</p>{''.join(_rows(result))}</div>"
     )
 
 
@@ -136,6 +140,9 @@ def plot(result: Registration) -> Any:
         for place, title, picture in zip(places, TITLES, slices(result, axis), strict=True):
             place.imshow(picture, cmap="gray", vmin=0, vmax=255)
             place.set_axis_off()
+            if result.fixed.dim == 3:
+                middle = (picture.shape[0] - 1) / 2
+                place.text(0, middle, LEFT[axis], color="yellow", va="center")
             place.set_title(title if result.fixed.dim == 2 else f"{title}, {PLANES[axis]}", fontsize=9)
     figure.suptitle(result.lines()[2], fontsize=10)
     return figure

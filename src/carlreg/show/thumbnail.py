@@ -20,8 +20,10 @@ Levels = npt.NDArray[np.uint8]
 
 def thumbnail(registration: Registration) -> bytes:
     """A JPEG: on the left a checkerboard of fixed and warped image, on the right both in one picture, the fixed one in
-    green and the warped one in magenta, so that what agrees is grey. The slice is axial, through the foreground."""
+    green and the warped one in magenta, so that what agrees is grey. The slice is axial, through the foreground; an R
+    marks the patient's right, on the left."""
     from PIL import Image as Picture
+    from PIL import ImageDraw
 
     pair = registration.fixed, registration.moving
     scales = map(grey_scale, pair, preparation.ct_pair(*pair)[0])
@@ -32,8 +34,10 @@ def thumbnail(registration: Registration) -> bytes:
     board = np.where((rows + columns) % 2 == 0, fixed, warped)
     gap = np.zeros((fixed.shape[0], GAP, 3), np.uint8)
     picture = np.concatenate([np.stack([board] * 3, -1), gap, np.stack([warped, fixed, warped], -1)], 1)
-    file = io.BytesIO()
-    Picture.fromarray(picture).save(file, "JPEG", quality=80)
+    file, sheet = io.BytesIO(), Picture.fromarray(picture)
+    if first.dim == 3:
+        ImageDraw.Draw(sheet).text((3, SIDE // 2 - 6), "R", fill=(255, 228, 138))
+    sheet.save(file, "JPEG", quality=80)
     return file.getvalue()
 
 
@@ -46,13 +50,13 @@ def _slice_through(image: Image) -> int:
 
 
 def _panel(image: Image, scale: GreyScale, at: int) -> Levels:
-    """A slice in grey levels, rows from front to back, in a square panel."""
+    """A slice in grey levels, rows from front to back, columns from right to left, in a square panel."""
     from PIL import Image as Picture
 
     values = (image.data if image.dim == 2 else image.data[..., at]).astype(np.float32)
     intensities, greys = zip(*scale.knots, strict=True)
     levels = np.rint(np.interp(values, intensities, greys)).astype(np.uint8).T
-    levels = levels if image.dim == 2 else levels[::-1]  # anterior up
+    levels = levels if image.dim == 2 else levels[::-1, ::-1]  # anterior up, right on the left
     size = [max(n * s, 1e-6) for n, s in zip(levels.shape[::-1], image.spacing, strict=False)]
     width, height = (max(1, round(SIDE * one / max(size))) for one in size)
     picture = Picture.fromarray(np.ascontiguousarray(levels)).resize((width, height), Picture.Resampling.BILINEAR)
