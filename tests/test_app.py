@@ -21,9 +21,11 @@ import pytest
 from browser import Page, needs_browser
 
 sitk = pytest.importorskip("SimpleITK")
+from test_dicom import study  # noqa: E402, F401  (a fixture)
 from test_view import ask, network, post, scans  # noqa: E402  (needs SimpleITK)
 
 from carlreg.files import images  # noqa: E402
+from carlreg.files.images import Image  # noqa: E402
 from carlreg.show import app  # noqa: E402
 
 
@@ -121,6 +123,26 @@ def test_wrong_input_is_one_line(server: app.App, tmp_path: Path) -> None:
     (tmp_path / "done" / "report.json").write_text("{}")
     assert "already holds report.json" in refused(server, {"paths": both, "out": str(tmp_path / "done")})
     assert server.job is None
+
+
+def test_a_study_with_several_series(server: app.App, study: tuple[Path, dict[str, Image]]) -> None:  # noqa: F811
+    """Folders of a study may use the same file names; the page lists the series, and takes the number of one."""
+    for side in ("fixed", "moving"):
+        for number, file in enumerate(sorted(study[0].iterdir())):
+            assert upload(server, "IM0001.dcm", file.read_bytes(), side, int(number == 0))[0] == 200
+    assert len(server.uploads("fixed")) == 15
+    value: dict[str, Any] = {"model": "none", "transform": "rigid"}
+
+    def end_of(value: dict[str, Any]) -> dict[str, Any]:
+        assert post(server, "start", json.dumps(value).encode())[0] == 200
+        assert server.job is not None
+        server.job._reader.join(60)
+        return json.loads(ask(server, "job.json")[1])
+
+    failed = end_of(value)
+    assert failed["message"].startswith("the dropped folder holds 3 DICOM series: 1 'localizer' (CT, 3 files), 2")
+    assert failed["message"].endswith("expected one: type its number under 'More options', such as 1")
+    assert end_of(value | {"fixed_series": "2", "moving_series": "venous"})["state"] == "done"
 
 
 def drop(page: Page, side: str, path: Path) -> None:

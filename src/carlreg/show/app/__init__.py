@@ -6,6 +6,7 @@ temporary folder, which is removed at the end.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from carlreg.show.viewer.server import Refusal, Response, Server, choice_of, por
 
 ASSETS = {"": ("page.html", "text/html"), "app.css": ("app.css", "text/css"), "app.js": ("app.js", "text/javascript")}
 INPUTS = ("fixed", "moving", "fixed_seg", "moving_seg")
-OPTIONS = ("transform", "io_iterations", "io_sim", "certainty")
+OPTIONS = ("transform", "io_iterations", "io_sim", "certainty", "fixed_series", "moving_series")
 """What the page can choose, of `RegisterOptions`."""
 RESERVE = 500_000_000
 """Bytes of the disk that uploads leave free, for results."""
@@ -78,11 +79,14 @@ class App(Server):
         }
 
     def describe_job(self, job: Job) -> dict[str, Any]:
-        """How far a registration is; its message names files as the user dropped them."""
+        """How far a registration is; its message names files as the user dropped them, and what the page has."""
         state = job.describe()
         for name in INPUTS:
             folder = str(self.folder / name)
             state["message"] = state["message"].replace(folder + os.sep, "").replace(folder, "the dropped folder")
+        state["message"] = state["message"].replace(
+            "choose it by --series", "type its number under 'More options', such as"
+        )
         return state
 
     # ---- requests that change something ----
@@ -109,7 +113,7 @@ class App(Server):
         if options.get("first") == "1":
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        path, left = folder / safe_name(options.get("name", "")), length
+        path, left = free_name(folder / safe_name(options.get("name", ""))), length
         try:
             with open(path, "wb") as file:
                 while left and (chunk := body.read(min(left, CHUNK))):
@@ -172,6 +176,15 @@ def safe_name(name: str) -> str:
     """A file name of letters, digits, dots and dashes, which keeps its extension."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", re.split(r"[/\\]", name)[-1]).lstrip(".")
     return cleaned[-120:].lstrip(".") or "file"
+
+
+def free_name(path: Path) -> Path:
+    """The path, with a number in front if it exists: folders of a study may use the same names."""
+    return next(
+        one
+        for n in itertools.count(1)
+        if not (one := path.with_name(f"{n}_{path.name}" if n > 1 else path.name)).exists()
+    )
 
 
 def serve(*, port: int = 0, model: str | None = None, out: Path | None = None) -> App:

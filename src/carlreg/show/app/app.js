@@ -108,6 +108,7 @@ function chosen() {
   const paths = Object.fromEntries(Object.keys(zones).map((side) => [side, zones[side].path.value]));
   const network = byId("refine").disabled || byId("refine").checked;
   return { paths, transform: byId("transform").value, model: byId("model").value, io_iterations: network ? null : 0,
+    fixed_series: byId("fixed_series").value.trim() || null, moving_series: byId("moving_series").value.trim() || null,
     label_names: byId("names").value, out: byId("out").value };
 }
 
