@@ -143,6 +143,10 @@ def test_a_study_with_several_series(server: app.App, study: tuple[Path, dict[st
     assert failed["message"].startswith("the dropped folder holds 3 DICOM series: 1 'localizer' (CT, 3 files), 2")
     assert failed["message"].endswith("expected one: type its number under 'More options', such as 1")
     assert end_of(value | {"fixed_series": "2", "moving_series": "venous"})["state"] == "done"
+    assert post(server, "show", b"{}")[0] == 200
+    scene = json.loads(ask(server, "scene.json")[1])
+    assert scene["notes"] == []  # both series are shown
+    assert {"fixed", "moving"} <= scene["volumes"].keys()
 
 
 def drop(page: Page, side: str, path: Path) -> None:

@@ -33,17 +33,19 @@ from test_report import bend, registration, structures  # noqa: E402  (needs Sim
 
 import carlreg  # noqa: E402
 from carlreg.cli import main  # noqa: E402
+from carlreg.errors import InputError  # noqa: E402
 from carlreg.files import images, transform_files  # noqa: E402
 from carlreg.files.checksums import sha256  # noqa: E402
 from carlreg.files.images import Image, from_sitk, map_points  # noqa: E402
 from carlreg.files.landmarks import read_correspondences  # noqa: E402
 from carlreg.files.orientation import to_closest_ras  # noqa: E402
-from carlreg.files.results import EXPECTED_ERROR, Confidence, InputRecord  # noqa: E402
+from carlreg.files.results import EXPECTED_ERROR, Confidence, InputRecord, ResultFolder  # noqa: E402
 from carlreg.show import (  # noqa: E402
     report,
     viewer,
 )
 from carlreg.show.viewer import server as served  # noqa: E402
+from carlreg.show.viewer.guide import guided_task  # noqa: E402
 from carlreg.show.viewer.jobs import Job, Task  # noqa: E402
 from carlreg.show.viewer.scene import nifti  # noqa: E402
 
@@ -792,6 +794,21 @@ def scans(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
+def test_a_correction_keeps_rigid_regions(tmp_path: Path) -> None:
+    """A tumour that may not bend does not bend because somebody corrected a point elsewhere."""
+    out, region = save(tmp_path), tmp_path / "tumour.nii.gz"
+    images.write(Image(np.ones((4, 4, 4), np.uint8), np.eye(4)), region)
+    folder = ResultFolder(out)
+    report = folder.read_report()
+    inputs = {**report.inputs, "rigid_mask": InputRecord(path=str(region), sha256=sha256(region))}
+    (out / "report.json").write_text(json.dumps(dataclasses.replace(report, inputs=inputs).to_json()))
+    task = guided_task(viewer.load_scene(out), [PAIR], "none")
+    assert task.inputs["rigid_mask"] == str(region)
+    region.unlink()
+    with pytest.raises(InputError, match="the rigid mask of this result was not found"):
+        guided_task(viewer.load_scene(out), [PAIR], "none")
+
+
 @pytest.mark.browser
 @needs_browser
 def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
@@ -849,8 +866,12 @@ def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
         assert metrics["guide_after_mm"] < metrics["guide_before_mm"]
         assert (tmp_path / "out_guided" / "report.html").is_file()
         assert {path.name: sha256(path) for path in (tmp_path / "out").iterdir()} == old
+        assert tab.get("document.querySelectorAll('#pairs li').length") == 2  # a further correction keeps them
+        kept = np.array(tab.get("sent().pairs")).reshape(2, 2, 3)
+        assert np.abs(kept - rows).max() < 1e-3
         tab.choose("#result", "0")
         tab.wait("document.title === 'out · carl view' && document.body.dataset.ready === 'yes'")
+        assert tab.get("pairs.length") == 0
         assert tab.complaints == []
 
 

@@ -21,8 +21,9 @@ from carlreg.show.viewer.scene import Scene
 COLUMNS = tuple(f"{side}_{axis}" for side in ("fixed", "moving") for axis in "xyz")
 MOST = 1000
 """Pairs of points that are accepted."""
-NEEDED = ("fixed", "moving", "fixed_mask", "moving_mask", "initial_transform")
-"""Inputs that change the result; labels and landmarks are only scored."""
+NEEDED = ("fixed", "moving", "fixed_mask", "moving_mask", "initial_transform", "rigid_mask", "moving_rigid_mask")
+"""Inputs that change the result, other than the points, of which the page sends the new list; labels and landmarks are
+only scored."""
 Pairs = Sequence[Sequence[float]]
 
 

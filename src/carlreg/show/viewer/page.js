@@ -283,7 +283,7 @@ async function measure() {
 function listPairs() {
   byId("pairs").replaceChildren(...pairs.map((pair, n) => {
     const item = document.createElement("li"), words = document.createElement("span"), remove = document.createElement("button");
-    words.textContent = `${text(pair.fixed)} → ${text(pair.moving)} mm${scene.dim === 3 ? ` ${frame}` : ""}, moved by ${pair.offset.toFixed(1)} mm`;
+    words.textContent = `${text(pair.fixed)} → ${text(pair.moving)} mm${scene.dim === 3 ? ` ${frame}` : ""}, ${pair.offset.toFixed(1)} mm from the match`;
     words.onclick = () => { Object.assign(at, { fixed: pair.fixed, moving: pair.moving }); ["fixed", "warped", "moving"].forEach((side) => place(side, at[side === "moving" ? "moving" : "fixed"])); latest++; describe(); };
     remove.type = "button";
     remove.textContent = "delete";
@@ -308,6 +308,15 @@ async function follow() {
   if (job.state === "cancelled") { byId("saved").textContent = "cancelled"; return; }
   await request("show", {});
   location.reload();
+}
+
+/** List the pairs that guided this result, so that a further correction keeps them. */
+async function recall() {
+  for (const row of scene.guide) {
+    const [fixed, moving] = [lps(row.slice(0, 3)), lps(row.slice(3))], found = await match("fixed", fixed);
+    pairs.push({ fixed, moving, offset: Math.hypot(...found.moving.ras.map((x, a) => x - moving[a])) });
+  }
+  if (pairs.length) listPairs();
 }
 
 function buildGuide() {
@@ -442,6 +451,7 @@ async function start() {
   arrange();
   const first = panels.fixed ? "fixed" : "warped";
   await go(first, Array.from(panels[first].frac2mm([0.5, 0.5, 0.5], 0, true)));
+  await recall();
   document.body.dataset.ready = "yes";
 }
 

@@ -23,6 +23,7 @@ from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
 from carlreg.files.label_names import guess_names
+from carlreg.files.landmarks import read_correspondences
 from carlreg.files.results import (
     EXPECTED_ERROR,
     INVERSE,
@@ -43,6 +44,10 @@ MAP_VOXELS = 2_000_000
 """Largest number of voxels of the Jacobian determinant, which is smooth."""
 RAS = np.array([-1.0, -1.0, 1.0])
 """Signs that convert LPS to RAS and back."""
+OTHERS = ("initial_transform", "rigid_mask", "moving_rigid_mask", "guide")
+"""Inputs that are not shown, but needed to register again."""
+CHOICES = ("nan", "frame", "channel", "series", "fixed_series", "moving_series")
+"""Options that choose what is read of an input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +110,17 @@ class Scene:
             return self.warped_labels
         return self.images[name]
 
+    def guide(self) -> list[list[float]]:
+        """The pairs of points that guided this result, fixed and moving (2 × 3) in LPS mm."""
+        if not {"fixed", "moving", "guide"} <= self.paths.keys():
+            return []
+        pair = self.images["fixed"], self.images["moving"]
+        try:
+            points = np.stack(read_correspondences(self.paths["guide"], *pair), axis=1)
+        except (ValueError, OSError):  # trusted, but no longer what it was
+            return []
+        return np.pad(points, ((0, 0), (0, 0), (0, 3 - points.shape[-1]))).reshape(-1, 6).tolist()
+
     def describe(self) -> dict[str, Any]:
         """What the page needs before it requests volumes."""
         volumes: dict[str, dict[str, Any]] = {"jacobian": {"window": [0.0, DOUBLINGS]}}
@@ -118,6 +134,7 @@ class Scene:
             "dim": self.transform.dim,
             "notes": self.notes,
             "names": self.names,
+            "guide": self.guide(),
             "volumes": volumes,
             "label_names": self.label_names,
             "metrics": {} if self.record is None else self.record.to_json()["metrics"],
@@ -188,7 +205,8 @@ class _Loader:
             self.add_input(side, inputs.get(side, InputRecord()))
             self.add_input(f"{side}_labels", inputs.get(f"{side}_seg", InputRecord()))
             self.find_input(f"{side}_mask", inputs)
-        self.find_input("initial_transform", inputs)
+        for name in OTHERS:
+            self.find_input(name, inputs)
         if (labels := self.folder / WARPED_LABELS).is_file():
             self.add("warped_labels", self.result(WARPED_LABELS), images.read_labels(labels))
         if (errors := self.folder / EXPECTED_ERROR).is_file():
@@ -207,9 +225,9 @@ class _Loader:
             return {}
 
     def choice(self, side: str) -> Choice:
-        """Which frame and channel of an input were registered."""
-        nan, frame, channel = (self.options.get(name) for name in ("nan", "frame", "channel"))
-        return Choice.of(vars(RegisterOptions(nan=nan, frame=frame, channel=channel)), side)
+        """Which series, frame and channel of an input were registered."""
+        chosen: dict[str, Any] = {name: self.options.get(name) for name in CHOICES}
+        return Choice.of(vars(RegisterOptions(**chosen)), side)
 
     def result(self, name: str) -> Path:
         """The path of one of the folder's own files."""
