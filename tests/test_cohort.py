@@ -37,8 +37,12 @@ from carlreg.errors import InputError, OutputError
 from carlreg.files import images
 from carlreg.files.atomic import append_lines
 from carlreg.files.images import Choice, from_array
+from carlreg.files.results import Confidence
+from carlreg.show import report
 
 sitk = pytest.importorskip("SimpleITK")
+from test_report import registration  # noqa: E402  (needs SimpleITK)
+
 SOURCE = str(Path(__file__).parents[1] / "src")
 TINY = {"unet_down": (2, 4, 4, 4, 4), "unet_up": (4, 4, 4, 4, 4)}
 NAMES = ("a", "b", "c")
@@ -531,6 +535,15 @@ def test_strict_lists_failed_registrations_first_and_exits_with_3(
     assert _conclude([good, bad], tmp_path, CohortOptions()) == 0
     assert _conclude([good, replace(bad, status="failed")], tmp_path, CohortOptions(strict=True)) == 1
     assert '"sort":"verdict"' in gallery([good, bad], failed_first=True)
+
+
+def test_a_warning_that_is_a_reason_is_shown_once() -> None:
+    words = "the two directions disagree by 21.5 mm"
+    assert gallery([Row("a", "done", verdict="doubtful", reasons=(words,), warnings=(words,))]).count(words) == 1
+    pair = registration(lambda points: points, warnings=(words, "there are no labels"))
+    judged = Confidence(verdict="doubtful", reasons=(words,))
+    page = report.page(replace(pair, record=replace(pair.record, confidence=judged)))
+    assert page.count(words) == page.count("there are no labels") == 1
 
 
 HOSTILE = "<script>alert(1)</script>\"'&"

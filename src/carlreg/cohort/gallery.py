@@ -32,12 +32,13 @@ def gallery(rows: Sequence[Row], *, title: str = "Cohort", failed_first: bool = 
 
 def _described(row: Row) -> dict[str, Any]:
     """What the page shows of a row, without what is empty."""
+    reasons = row.reasons if row.verdict in ("doubtful", "failed") else ()
     described = {
         "name": row.name,
         "status": row.status,
         "verdict": row.verdict,
         "seconds": row.seconds,
-        "warnings": [*(row.reasons if row.verdict in ("doubtful", "failed") else ()), *row.warnings],
+        "warnings": list(dict.fromkeys([*reasons, *row.warnings])),  # a warning may be a reason
         "error": row.error,
         "page": quote(row.page),
         "thumbnail": quote(row.thumbnail),

@@ -80,7 +80,7 @@ def page(
         style=(folder / "page.css").read_text("utf-8"),
         script=(folder / "page.js").read_text("utf-8"),
         confidence=confidence,
-        warnings=registration.warnings,
+        warnings=[text for text in registration.warnings if not confidence or text not in confidence["reasons"]],
         metrics=list(facts.metrics(registration)),
         structures=structures,
         means=[_mean([getattr(one, when) for one in structures]) for when in ("before", "after")],
