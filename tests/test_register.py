@@ -298,9 +298,12 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert abs(agreement(scan, folded)) < 0.5
     assert np.isnan(agreement(scan, torch.zeros_like(scan)))
 
-    def decide(moving: torch.Tensor, phi: Transform | None = None, **options: Any) -> Comparison:
+    def decide(
+        moving: torch.Tensor, phi: Transform | None = None, ct: tuple[bool, bool] = (False, False), **options: Any
+    ) -> Comparison:
         image = from_array(scan[0, 0].numpy())
-        pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole") for t in (scan, moving)))
+        images = zip((scan, moving), ct, strict=True)
+        pair = PreparedPair(*(Prepared(image, t, None, "", image.shape, "whole", is_ct=is_ct) for t, is_ct in images))
         return compare(RegisterOptions(**options), Identity() if phi is None else phi, pair)
 
     def chosen(moving: torch.Tensor, **options: Any) -> tuple[object, str | None]:
@@ -330,3 +333,5 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     torn = Affine(torch.tensor([[[1.0, 0, 0, 0.3], [0, 1, 0, 0], [0, 0, 1, 0]]]))
     assert decide(scan, torn).reason == "the contrasts agree (agreement 1.00 before the network, limit 0.7)"
     assert decide(1 - scan, torn).differs
+    assert decide(partly, ct=(True, True)).reason == "both scans are CTs"  # in the same units
+    assert str(decide(scan**2, ct=(True, False)).reason).startswith("one scan is a CT, the other is not: the ")

@@ -4,7 +4,8 @@ If the contrasts of two scans agree, it is their local correlation (lncc). If th
 and its square (lncc2), which does not mind an inverted contrast, is little better: it matches any edge with any other.
 So one scan is first recoloured: each of its intensities becomes the mean of the other scan's intensities where the
 network's map has put it, as in the correlation ratio (Roche et al., MICCAI 1998), and its result may bend less, since
-tissues that look alike in one scan have no edge between them. Where no such curve makes the scans alike, as between CT
+tissues that look alike in one scan have no edge between them. The better the map, the truer the colours, so they are
+taken again from maps that are optimised on coarser grids. Where no such curve makes the scans alike, as between CT
 and MR, their intensities are no guide, and the network's result is kept.
 """
 
@@ -141,6 +142,8 @@ def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool
     """Whether the contrasts of two images differ, and why."""
     if pair.fixed.is_ct != pair.moving.is_ct:
         return True, "one scan is a CT, the other is not"
+    if pair.fixed.is_ct:
+        return False, "both scans are CTs"
     fixed = pair.fixed.tensor
     correlations = _correlations(warped, fixed)
     found = _agreement(correlations)
