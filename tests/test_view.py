@@ -644,7 +644,7 @@ def test_the_background_of_138_labels_is_not_painted(tab: Page, tmp_path: Path) 
 @needs_browser
 def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
     opened(tab, server)
-    sides = "Object.values(panels).map((panel) => [panel.canvas.clientWidth, panel.canvas.clientHeight])"
+    sides = "Object.values(panels).map(({figure}) => [figure.clientWidth, figure.clientHeight])"
     widths, heights = zip(*tab.get(sides), strict=True)
     assert sum(widths) > 880  # the panels fill the window
     assert min(heights) > 470
@@ -741,6 +741,43 @@ def test_planes_are_arranged_alike_in_all_panels(tab: Page, tmp_path: Path) -> N
                 assert y >= top - 1
                 assert x + w <= left + wide + 1
                 assert y + h <= top + high + 1
+        assert tab.complaints == []
+
+
+def scales(page: Page) -> dict[str, list[float]]:
+    """By panel, pixels of a millimetre across and down in every plane."""
+    scale = "(s) => [0, 1].map((n) => Math.abs(s.leftTopWidthHeight[2 + n] / s.fovMM[n]) / p.uiData.dpr)"
+    return page.get(f"Object.fromEntries(Object.entries(panels).map(([k, p]) => [k, p.screenSlices.flatMap({scale})]))")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_images_have_the_same_scale_in_all_panels(tab: Page, tmp_path: Path) -> None:
+    """Images of different sizes, in every arrangement, before and after the window is resized."""
+    pair = structures()
+    pair = dataclasses.replace(pair, record=dataclasses.replace(pair.record, inputs={}))
+    out = pair.save(tmp_path / "out")
+    images.write(pair.fixed, out / "fixed.nii.gz")
+    larger = np.pad(pair.moving.data, ((3, 3), (0, 9), (1, 0)))
+    images.write(Image(larger, pair.moving.affine), out / "moving.nii.gz")
+    with running(out) as server:
+        opened(tab, server, 1400, 900)
+        for width, height in ((1400, 900), (1000, 500), (390, 844), (1400, 900)):
+            tab.call(
+                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            )
+            tab.settle()
+            for planes in ("3", "0", "1", "2"):
+                tab.choose("#planes", planes)
+                tab.settle()
+                found = scales(tab)
+                assert set(found) == {"fixed", "warped", "moving"}
+                numbers = np.concatenate(list(found.values()))
+                assert len(numbers) == (18 if planes == "3" else 6)
+                assert numbers == pytest.approx(np.full(len(numbers), numbers[0]), rel=5e-3), (width, planes, found)
+                # The larger image fills its panel.
+                for side in ("Width", "Height"):
+                    assert tab.get(f"panels.moving.figure.client{side} - panels.moving.box.client{side}") <= 2
         assert tab.complaints == []
 
 

@@ -143,34 +143,49 @@ async function hover(side, event) {
 /** Millimetres of a panel's image along x, y and z. */
 const sizeOf = (panel) => { const { dimsRAS, pixDimsRAS } = panel.volumes[0]; return [1, 2, 3].map((n) => dimsRAS[n] * pixDimsRAS[n]); };
 
-/** Arrange the panels, and the planes in them, so that the images are as large as possible. */
+/** How NiiVue fills a panel: millimetres across and down, and the pixels between planes. Layouts are its own for three
+ * planes, and 0 for a single one. */
+function fitted(panel, layout, plane) {
+  const [x, y, z] = sizeOf(panel), gap = panel.opts.tileMargin;
+  const planes = [[[x, y], [x, z], [y, z]][plane], [Math.max(x, y), y + 2 * z], [x + y, y + z], [2 * x + y, Math.max(y, z)]];
+  return { mm: planes[layout], gaps: [[0, 0], [gap, 3 * gap], [2 * gap, 2 * gap], [3 * gap, gap]][layout] };
+}
+
+/** Pixels of a millimetre in a panel of this size. */
+function scaleOf(panel, size, layout, plane) {
+  const { mm, gaps } = fitted(panel, layout, plane);
+  return Math.min(...size.map((pixels, n) => (pixels - gaps[n]) / mm[n]));
+}
+
+/** Arrange the panels, and the planes in them, so that the images are as large as possible, all at the same scale. */
 function arrange() {
   const chosen = byId("shown").value.split(" ");
   for (const [side, panel] of Object.entries(panels)) panel.figure.hidden = !chosen.includes(side);
   const shown = Object.keys(panels).filter((side) => chosen.includes(side)).map((side) => panels[side]);
   const { clientWidth: width, clientHeight: height } = byId("panels"), all = byId("planes").value === "3" && scene.dim === 3;
-  const scaleOf = (panel, w, h, layout) => {
-    const [x, y, z] = sizeOf(panel);
-    const [across, down] = [[Math.max(x, y), Math.max(y, z)], [Math.max(x, y), y + 2 * z], [x + y, y + z], [2 * x + y, Math.max(y, z)]][layout];
-    return Math.min(w / across, h / down);
-  };
+  const plane = all || scene.dim === 2 ? 0 : Number(byId("planes").value);
   /** The arrangement of the planes that suits all panels best, the same in each, and the smallest scale it gives. */
-  const fit = (w, h) => (all ? [1, 2, 3] : [0])
-    .map((layout) => [Math.min(...shown.map((panel) => scaleOf(panel, w, h, layout))), layout])
+  const fit = (...size) => (all ? [1, 2, 3] : [0])
+    .map((layout) => [Math.min(...shown.map((panel) => scaleOf(panel, size, layout, plane))), layout])
     .reduce((best, one) => (one[0] > best[0] ? one : best));
   const narrow = innerWidth <= 640, count = shown.length || 1;
   const rows = !narrow && fit(width, height / count)[0] > fit(width / count, height)[0];
   byId("panels").classList.toggle("rows", rows);
   if (!shown.length) return;
-  const [, layout] = fit(shown[0].figure.clientWidth, shown[0].figure.clientHeight);
-  for (const panel of shown) {
-    const scale = scaleOf(panel, panel.figure.clientWidth, panel.figure.clientHeight, layout);
+  const sizes = shown.map(({ figure }) => [figure.clientWidth, figure.clientHeight]);
+  const room = [0, 1].map((n) => Math.min(...sizes.map((size) => size[n])));
+  const [scale, layout] = fit(...room);
+  shown.forEach((panel, k) => {
+    // NiiVue fills its canvas: one that is as much smaller as its image would be larger gives the common scale.
+    const { gaps } = fitted(panel, layout, plane), part = scale / scaleOf(panel, room, layout, plane);
+    const free = room.map((pixels, n) => sizes[k][n] - gaps[n] - (pixels - gaps[n]) * part);
+    panel.box.style.inset = `${free[1] / 2}px ${free[0] / 2}px`;
     panel.opts.multiplanarLayout = layout;
     panel.opts.crosshairWidth = 1.5 / scale;  // pixels
     if (panel.crosshairs3D) panel.crosshairs3D.mm = [];  // NiiVue keeps its lines until the crosshair moves
     panel.resizeListener();
     panel.drawScene();
-  }
+  });
 }
 
 /** What lies over NiiVue's picture: the mixture of two images, and the points of pairs. */
@@ -350,7 +365,7 @@ async function open(side) {
     multiplanarLayout: 1, multiplanarShowRender: 0, multiplanarEqualSize: false, tileMargin: 2, logLevel: "error",
     isOrientationTextVisible: scene.dim === 3, showAllOrientationMarkers: true, sliceType: scene.dim === 3 ? 3 : 0,
   });
-  Object.assign(panel, { figure, caption, over });
+  Object.assign(panel, { figure, box, caption, over });
   await panel.attachToCanvas(canvas);
   await show(side, side, 1);
   panel.usual = [panel.volumes[0].cal_min, panel.volumes[0].cal_max];
