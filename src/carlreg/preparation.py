@@ -84,6 +84,15 @@ def preprocess(
     return torch.from_numpy(_scaled(image, low, high))[None, None], done
 
 
+def foreground(image: Image) -> npt.NDArray[np.bool_]:
+    """(*shape): the voxels that are not background; all of them if there are none, or nothing is to be seen."""
+    try:
+        inside = preprocess(image)[0][0, 0].numpy() > FOREGROUND
+    except ImageError:  # a constant image, for example
+        inside = np.zeros(image.shape, bool)
+    return inside if inside.any() else ~inside
+
+
 def _scaled(image: Image, low: float, high: float) -> npt.NDArray[np.float32]:
     """Clip to low…high and scale to 0…1."""
     if math.isinf(high - low):

@@ -6,15 +6,18 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from carlreg import preparation
 from carlreg.files import world_transform
-from carlreg.files.images import Image
+from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.world_transform import PointMap
-from carlreg.geometry.grids import Grid
+from carlreg.geometry.grids import Grid, interpolate
 
 DOUBLINGS = 2.0
 """Volume changes beyond 2^±2 are displayed alike."""
+SAMPLES = 200_000
+"""So many voxels are looked at to know the foreground."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,25 @@ def grey_scale(image: Image, ct: bool | None = None) -> GreyScale:
     return GreyScale(((done.low, 0), (done.high, 255)), {"all": (done.low, done.high), "bright": (done.low, bright)})
 
 
-def high_end(values: Image) -> float:
-    """Where the colours of a map of distances end: its 99th percentile."""
-    return max(float(np.percentile(values.data, 99)), 1e-3)
+def foreground_points(image: Image) -> Matrix:
+    """World points (N, D) within random voxels of the foreground, always the same ones."""
+    inside, random = preparation.foreground(image).ravel(), np.random.default_rng(0)
+    voxels = random.integers(0, inside.size, SAMPLES)
+    if inside[voxels].any():
+        voxels = voxels[inside[voxels]]
+    index = np.stack(np.unravel_index(voxels, image.shape), axis=-1)
+    within = index + random.uniform(-0.5, 0.5, index.shape)
+    return map_points(image.affine, np.clip(within, 0, np.array(image.shape) - 1))
+
+
+def high_end(errors: Image, fixed: Image) -> float:
+    """Where the colours of a map of expected errors end: its 99th percentile over the foreground of the fixed image,
+    rounded up to two digits. Beyond the anatomy the map grows without meaning anything."""
+    unit = torch.from_numpy(map_points(errors.world_to_unit(), foreground_points(fixed)))[None]
+    values = interpolate(torch.from_numpy(errors.data.astype(np.float64))[None, None], unit)
+    most = max(float(np.percentile(values.numpy(), 99)), 1e-3)
+    digit = math.floor(math.log10(most)) - 1
+    return round(math.ceil(round(most / 10.0**digit, 6)) * 10.0**digit, max(-digit, 0))
 
 
 def display_grid(image: Image, voxels: int) -> Image:

@@ -398,7 +398,7 @@ function legend(data, view) {
     return `volume × ${1 / most} ${gradient((t) => diverging(2 * t - 1))} × ${most}; folds are magenta`;
   }
   if (view === "certainty") return `attention spread over ${data.certainty.low.toPrecision(3)} mm ${gradient(sequential)} ${data.certainty.high.toPrecision(3)} mm`;
-  if (view === "error") return `expected error 0 mm ${gradient(sequential)} ${data.error.high.toPrecision(2)} mm and more`;
+  if (view === "error") return `expected error 0 mm ${gradient(sequential)} ≥ ${data.error.high} mm`;
   return {
     checkerboard: "fixed in grey, warped tinted", blend: "fixed green, warped magenta: grey where they agree",
     edges: "edges of the fixed image over the warped one", grid: "a regular grid of the moving image, deformed by the transform",

@@ -50,7 +50,8 @@ def page_data(registration: Registration, spread: Image | None, names: Names) ->
     if spread is not None:
         data["certainty"] = _certainty(spread, fixed)
     if registration.expected_error is not None:
-        data["error"] = _expected_error(registration.expected_error, fixed)
+        most = high_end(registration.expected_error, registration.fixed)
+        data["error"] = _expected_error(registration.expected_error, fixed, most)
     return data | _labels(registration, names, shape, tuple(data["moving"]["shape"][: moving.dim]))
 
 
@@ -135,10 +136,9 @@ def _certainty(spread: Image, fixed: Image) -> dict[str, Any]:
     return {**volume(levels), "low": wide, "high": narrow}
 
 
-def _expected_error(errors: Image, fixed: Image) -> dict[str, Any]:
-    """The expected error as levels, from 0 to its 99th percentile."""
+def _expected_error(errors: Image, fixed: Image, most: float) -> dict[str, Any]:
+    """The expected error as levels, from 0 to `most`."""
     values = _on_display(errors, fixed)
-    most = high_end(errors)
     levels = np.rint(255 * np.clip(values / most, 0, 1)).astype(np.uint8)
     return {**volume(levels), "low": 0.0, "high": most}
 

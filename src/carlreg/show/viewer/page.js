@@ -81,7 +81,7 @@ async function changeOverlay() {
   byId("sides").textContent = (scene.dim === 3 ? "Radiological: the patient's right (R) is on the left. " : "")
     + "Click, drag or scroll: the other images show the matching point. Right-drag: window and level."
     + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: down to a quarter; magenta: folds." : "")
-    + (choice === "error" ? ` Expected error: dark 0 mm, yellow ${scene.volumes.expected_error.window[1].toPrecision(2)} mm and more.` : "");
+    + (choice === "error" ? ` Expected error: dark 0 mm, yellow ≥ ${scene.volumes.expected_error.window[1]} mm.` : "");
 }
 
 // ---- positions ------------------------------------------------------------------------------------------------------

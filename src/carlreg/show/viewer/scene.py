@@ -93,6 +93,13 @@ class Scene:
         """The moving image's labels on the fixed image's grid."""
         return world_transform.apply(self.transform, self.images["moving_labels"], self.images["warped"], "nearest")
 
+    @functools.cached_property
+    def high_error(self) -> float:
+        """Where the colours of the expected error end, as in the report; the warped image stands in for a fixed image
+        that is missing."""
+        fixed = self.images.get("fixed", self.images["warped"])
+        return high_end(self.images["expected_error"], fixed)
+
     @property
     def volumes(self) -> tuple[str, ...]:
         """Names of all volumes that can be shown."""
@@ -127,7 +134,7 @@ class Scene:
         volumes |= {name: {"window": window(image)} for name, image in self.images.items() if name not in self.labels}
         volumes |= {name: {"labels": found} for name, found in self.labels.items()}
         if "expected_error" in self.images:
-            volumes["expected_error"] = {"window": [0.0, high_end(self.images["expected_error"])]}
+            volumes["expected_error"] = {"window": [0.0, self.high_error]}
         confidence = None if self.record is None else self.record.to_json().get("confidence")
         return {
             "folder": self.folder.name or str(self.folder),
