@@ -34,7 +34,7 @@ for (const name of ["fixed", "warped", "moving", "jacobian", "certainty", "fixed
   const picture = decode(data[name].png);
   data[name].levels = page.unpack(picture.rgba, picture.width, data[name]);
 }
-data.map.lattice = page.unpackMap(data.map, (t) => Buffer.from(t, "base64").toString("latin1"));
+data.map.lattice = page.unpackMap(data.map, zlib.inflateSync(Buffer.from(data.map.values, "base64")));
 const state = { point: JSON.parse(process.argv[4]), window: Object.keys(data.fixed.windows)[0], mix: 50, level: { shift: 0, stretch: 1 } };
 const views = ["fixed", "moving", "warped", "blend", "edges", "checkerboard", "difference", "grid", "jacobian"];
 if (data.certainty) views.push("certainty");

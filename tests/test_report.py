@@ -21,14 +21,25 @@ from carlreg.files import images, world_transform
 from carlreg.files.images import Image, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.results import InputRecord, Report
+from carlreg.files.world_transform import WorldTransform
 from carlreg.preparation import foreground
 from carlreg.registration import picture as notebook
 from carlreg.registration.result import Registration
 from carlreg.show import report
 from carlreg.show.display import display_grid, high_end
-from carlreg.show.report import facts
+from carlreg.show.report import facts, volumes
 from carlreg.show.report.curves import plot_losses
-from carlreg.show.report.volumes import LATTICE, MAP_VOXELS, VOXELS, mosaic, page_data, volume, voxel_points
+from carlreg.show.report.volumes import (
+    LATTICE,
+    MAP_VOXELS,
+    VISIBLE,
+    VOXELS,
+    lattice_shape,
+    mosaic,
+    page_data,
+    volume,
+    voxel_points,
+)
 from carlreg.show.thumbnail import SIDE, thumbnail
 from carlreg.show.viewer.scene import load_scene
 
@@ -185,7 +196,7 @@ def test_noise_fits() -> None:
     picture = len(str(volume(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
     side = round(MAP_VOXELS ** (1 / 3))
     overlay = len(str(volume(rng.integers(0, 256, (side,) * 3).astype(np.uint8))))
-    assert 3 * picture + 2 * overlay + 4 / 3 * 6 * LATTICE**3 < 11e6
+    assert 3 * picture + 2 * overlay + 4 / 3 * 6 * LATTICE < 15e6
     thin = Image(np.zeros((900, 800, 30), np.int16), affine(np.eye(3), (0.5, 0.5, 5.0), (900, 800, 30)))
     assert np.prod(display_grid(thin, VOXELS).shape) <= VOXELS
 
@@ -251,6 +262,58 @@ def test_the_program_shows_the_voxels_and_the_map(tmp_path: Path) -> None:
     # A shift changes no volume: the map of it is white times the picture, and magenta nowhere.
     jacobian = result["panels"]["axial", "jacobian"].astype(int)
     assert np.abs(jacobian[..., 0] - jacobian[..., 2]).max() <= 3
+
+
+def rough(shape: tuple[int, int, int]) -> Registration:
+    """A map that is different at every voxel of the fixed image."""
+    pair = registration(shift)
+    fixed = ball(shape, affine(np.eye(3), (1.0, 1.0, 3.0), shape), CENTRE)
+    noise = np.random.default_rng(0).normal(0, 2, (*shape, 3)).astype(np.float32)
+    transform = WorldTransform(np.eye(4), noise, fixed.affine)
+    warped = world_transform.apply(transform, pair.moving, fixed)
+    return dataclasses.replace(pair, fixed=fixed, transform=transform, warped=warped)
+
+
+@needs_node
+def test_the_program_knows_the_map_of_a_usual_scan(tmp_path: Path) -> None:
+    """To less than it shows, even if the map bends between any two voxels."""
+    pair = rough((90, 70, 12))
+    path = report.write(pair, tmp_path / "r.html")
+    assert page_data(pair, None, {})["map"]["off"] == 0
+    for point in ([0.313, 0.611, 0.52], [0.702, 0.34, 0.77]):
+        result = drawn(path, point)
+        expected = pair.transform(np.array(result["fixedWorld"]) * FLIP) * FLIP
+        assert np.abs(np.array(result["movingWorld"]) - expected).max() < VISIBLE
+
+
+def test_the_lattice_is_that_of_the_voxels_or_even() -> None:
+    def shape(*voxels: int, spacing: tuple[float, ...] = (1.0, 1.0, 1.0)) -> tuple[int, ...]:
+        return lattice_shape(Image(np.zeros(voxels, np.uint8), affine(np.eye(len(voxels)), spacing, voxels)))
+
+    assert shape(77, 103, 85) == (77, 103, 85)
+    assert shape(150, 150, 20, spacing=(0.7, 0.7, 5.0)) == (150, 150, 20)
+    coarse = shape(512, 512, 60, spacing=(0.7, 0.7, 5.0))
+    assert 0.9 * LATTICE < np.prod(coarse) <= LATTICE
+    assert coarse[0] == coarse[1] < 512
+    assert coarse[2] == 60  # still finer than the others
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_page_says_how_well_it_knows_the_map(tab: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = registration(bend)
+    for most, ending in ((LATTICE, r"\.[0-9] mm$"), (60, r"\.[0-9] ± [0-9]\.?[0-9]? mm$")):
+        monkeypatch.setattr(volumes, "LATTICE", most)
+        show(tab, report.write(pair, tmp_path / f"{most}.html"))
+        words = tab.get("document.getElementById('where').textContent")
+        assert re.search(ending, words), words
+        assert bool(tab.get("document.getElementById('where').title")) == ("±" in words) == (most == 60)
+    # What it promises holds at all but 1 % of the anatomy.
+    off = float(words.split("± ")[1].split(" ")[0])
+    unit = np.random.default_rng(1).uniform(0, 1, (3000, 3))
+    found = np.array(tab.get(f"{unit.tolist()}.map((u) => world(data.moving, transform(data, u)))")) * FLIP
+    exact = pair.transform(map_points(to_closest_ras(pair.fixed).unit_to_world(), unit))
+    assert 0.97 < (np.linalg.norm(found - exact, axis=-1) < off).mean() < 1
 
 
 @needs_node

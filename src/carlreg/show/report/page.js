@@ -26,13 +26,13 @@ function unpack(pixels, width, volume) {
   return levels;
 }
 
-/** The transform's lattice from its text. */
-function unpackMap(map, decode) {
-  const bytes = Uint8Array.from(decode(map.values), (c) => c.charCodeAt(0));
-  const view = new DataView(bytes.buffer);
-  const values = new Float32Array(bytes.length / 2);
-  for (let i = 0; i < values.length; i++) values[i] = view.getInt16(2 * i, true) / map.units;
-  return values;
+/** The transform's lattice from its bytes: sums of the differences along x, y and z, modulo 2¹⁶. */
+function unpackMap(map, bytes) {
+  const [nx, ny, nz] = map.shape, count = nx * ny * nz, all = 3 * count, steps = new Int16Array(all);
+  for (let i = 0; i < all; i++) steps[i] = bytes[i] | (bytes[all + i] << 8);
+  for (const [stride, length] of [[1, nx], [nx, ny], [nx * ny, nz]])
+    for (let i = stride; i < all; i++) if (Math.floor(i / stride) % length) steps[i] += steps[i - stride];
+  return Float32Array.from(steps, (step, i) => step / map.units[Math.floor(i / count)]);
 }
 
 /** Linear interpolation at a unit point, clamped to the cube. */
@@ -417,14 +417,25 @@ async function load(volume) {
   delete volume.png;
 }
 
+/** The bytes of a compressed text. */
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
 const byId = (id) => document.getElementById(id);
 const VOLUMES = ["fixed", "warped", "moving", "jacobian", "certainty", "error", "fixed_labels", "warped_labels", "moving_labels"];
 let data, state;  // for the console, too
 
 async function start() {
+  if (typeof DecompressionStream === "undefined") {
+    byId("where").textContent = "This browser is too old to show the images. Use one from 2023 or later.";
+    return;
+  }
   data = JSON.parse(byId("data").textContent);
   await Promise.all(VOLUMES.filter((name) => data[name]).map((name) => load(data[name])));
-  data.map.lattice = unpackMap(data.map, atob);
+  data.map.lattice = unpackMap(data.map, await inflate(data.map.values));
   state = { ...rest(), point: [0.5, 0.5, 0.5], view: "warped", window: Object.keys(data.fixed.windows)[0], mix: 50,
     plane: PLANES[data.dim][0], only: "all", contours: true, chosen: 0, frame: "RAS", flick: false };
   const planes = PLANES[data.dim].map(buildPlane), panels = planes.flatMap((one) => one.panels);
@@ -570,7 +581,7 @@ async function start() {
   function describe() {
     const moved = transform(data, state.point), signs = state.frame === "LPS" ? [-1, -1, 1] : [1, 1, 1];
     const show = (numbers) => numbers.slice(0, data.dim).map((n, a) => (n * signs[a]).toFixed(1)).join(", ");
-    byId("where").textContent = `fixed ${show(world(data.fixed, state.point))} mm → moving ${show(world(data.moving, moved))} mm`
+    byId("where").textContent = `fixed ${show(world(data.fixed, state.point))} mm → moving ${show(world(data.moving, moved))}${data.map.off ? ` ± ${data.map.off}` : ""} mm`
       + (moved.some((u) => u < 0 || u > 1) ? ", outside the moving image" : "");
     byId("frame").textContent = state.frame;
     byId("structure").textContent = [["fixed", state.point], ["moving", moved]]
@@ -739,6 +750,7 @@ async function start() {
     byId("shown").onchange = (event) => { state.only = event.target.value; state.plane = PLANES[data.dim].find(({ name }) => name === state.only) || state.plane; layout(); };
     byId("mix").oninput = (event) => { state.mix = Number(event.target.value); draw(); };
     byId("contours").onchange = (event) => { state.contours = event.target.checked; draw(); };
+    byId("where").title = data.map.off ? "This file knows the transform on a lattice. In 99 % of the anatomy, the position in the moving image is that close to the exact one, which carl view and carl warp-points compute." : "";
     byId("frame").onclick = () => { state.frame = state.frame === "RAS" ? "LPS" : "RAS"; draw(); };
     byId("frame").title = "Millimetres along right, anterior, superior (RAS, as in NIfTI) or left, posterior, superior (LPS, as in ITK and DICOM). Click to switch.";
     byId("sides").textContent = HINT + "Blue: outside the moving image." + (data.labels ? " Outlines in the middle: warped labels solid, fixed ones dotted." : "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,17 +21,30 @@ from carlreg.files.label_names import Names
 from carlreg.geometry import resizing
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.registration.result import Registration
-from carlreg.show.display import DOUBLINGS, GreyScale, determinant, display_grid, grey_scale, grid_over, high_end
+from carlreg.show.display import (
+    DOUBLINGS,
+    GreyScale,
+    determinant,
+    display_grid,
+    foreground_points,
+    grey_scale,
+    grid_over,
+    high_end,
+)
 
 Levels = npt.NDArray[np.uint8]
 VOXELS, MAP_VOXELS = 128**3, 300_000
 """Largest size of an image and of an overlay. Three images of pure noise take less than 9 MB as text."""
 LABELS = 255
 """Largest number of structures; if there are more, the largest ones are shown."""
-LATTICE = 56
-"""Largest number of points per axis at which the page knows the transform; it interpolates between them."""
-UNITS = 8192
-"""Steps per unit coordinate: positions within ±4 images fit into 16 bits."""
+LATTICE = 700_000
+"""Largest number of points at which the page knows the transform; it interpolates between them. Those of a brain take
+1.5 MB."""
+STEP, STEPS = 0.04, 8192
+"""Positions are rounded to so many mm, or to a 25th of a small voxel; with at most so many steps per unit coordinate,
+positions within ±4 images fit into 16 bits."""
+VISIBLE = 0.05
+"""A smaller error, in mm, is not seen in positions that are shown in tenths of a millimetre."""
 
 
 def page_data(registration: Registration, spread: Image | None, names: Names) -> dict[str, Any]:
@@ -44,7 +58,7 @@ def page_data(registration: Registration, spread: Image | None, names: Names) ->
         "fixed": _image(fixed, shape, fixed_scale),
         "warped": _image(warped, shape, moving_scale),
         "moving": _image(moving, display_grid(moving, VOXELS).shape, moving_scale),
-        "map": _lattice(registration, fixed, moving, shape),
+        "map": _lattice(registration, fixed, moving),
         "jacobian": {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
     }
     if spread is not None:
@@ -110,15 +124,54 @@ def _labels(
     return data
 
 
-def _lattice(registration: Registration, fixed: Image, moving: Image, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The transform as unit coordinates of the moving image: three 16-bit components (3, z, y, x)."""
-    points = voxel_points(grid_over(fixed, tuple(min(n, LATTICE) for n in shape)))
-    unit = map_points(moving.world_to_unit(), registration.transform(points))
-    sides = _three(points.shape[:-1])
-    steps = np.zeros((*sides, 3), "<i2")
-    steps[..., : fixed.dim] = np.clip(np.rint(unit * UNITS), -32768, 32767).reshape(*sides, fixed.dim)
-    values = base64.b64encode(steps.transpose(3, 2, 1, 0).tobytes()).decode()
-    return {"shape": sides, "units": UNITS, "values": values}
+def _lattice(registration: Registration, fixed: Image, moving: Image) -> dict[str, Any]:
+    """The transform as unit coordinates of the moving image, and by how many mm the page is off.
+
+    The three components (3, z, y, x) are 16-bit multiples of 1 / `units`. They vary smoothly, so what is packed are
+    their differences along x, y and z: first all lower bytes, then all upper ones.
+    """
+    grid = grid_over(fixed, lattice_shape(fixed))
+    unit = map_points(moving.world_to_unit(), registration.transform(voxel_points(grid)))
+    extent = [mm * (n - 1) for mm, n in zip(moving.spacing, moving.shape, strict=True)]
+    units = np.clip(np.array(extent) / min(STEP, min(moving.spacing) / 25), 1, STEPS)
+    steps = np.clip(np.rint(unit * units), -32768, 32767)
+    off = _lattice_error(registration, steps / units, fixed, moving)
+    sides = _three(grid.shape)
+    whole = np.zeros((*sides, 3), np.int64)
+    whole[..., : fixed.dim] = steps.reshape(*sides, fixed.dim)
+    for axis in range(3):
+        whole = np.diff(whole, axis=axis, prepend=0)
+    parts = (
+        whole.transpose(3, 2, 1, 0).astype("<i2").reshape(-1, 1).view(np.uint8)
+    )  # modulo 2¹⁶; lower byte, upper byte
+    values = base64.b64encode(zlib.compress(parts.T.tobytes(), 9)).decode()
+    return {"shape": sides, "units": [*units.tolist(), *[1] * (3 - fixed.dim)], "off": off, "values": values}
+
+
+def lattice_shape(fixed: Image) -> tuple[int, ...]:
+    """The fixed image's voxels, or as many points as there may be, about equally far apart."""
+    step = min(fixed.spacing)
+    while (
+        math.prod(shape := tuple(_points(n, mm, step) for n, mm in zip(fixed.shape, fixed.spacing, strict=True)))
+        > LATTICE
+    ):
+        step *= 1.01
+    return shape
+
+
+def _points(n: int, mm: float, step: float) -> int:
+    return min(n, max(2, round(mm * (n - 1) / step) + 1))
+
+
+def _lattice_error(registration: Registration, lattice: Matrix, fixed: Image, moving: Image) -> float:
+    """By how many mm the interpolated lattice is off at 99 % of the foreground, rounded up to tenths; 0 if that is not
+    visible."""
+    points = foreground_points(fixed)
+    unit = torch.from_numpy(map_points(fixed.world_to_unit(), points))[None]
+    values = torch.from_numpy(np.moveaxis(lattice, -1, 0).copy())[None]
+    found = map_points(moving.unit_to_world(), interpolate(values, unit)[0].T.numpy())
+    off = float(np.percentile(np.linalg.norm(found - registration.transform(points), axis=-1), 99))
+    return 0.0 if off < VISIBLE else math.ceil(10 * off) / 10
 
 
 def _jacobian(registration: Registration, fixed: Image) -> dict[str, Any]:
