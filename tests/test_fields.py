@@ -324,3 +324,20 @@ def test_colours_are_taken_again_from_a_better_map() -> None:
     twice = solve._optimize(torch.nn.Identity(), start, comparison, pair, "fields", None).result  # type: ignore[arg-type]
     errors = [float((shifts(found) - 4).norm(dim=-1).mean()) for found in (once, twice)]
     assert errors[1] < 0.6 * errors[0] < 0.6 * 4 * 3**0.5, errors
+
+
+def test_where_scans_stay_unlike_the_networks_result_stands() -> None:
+    """The contrasts of two images agree, but one is so noisy that they hardly correlate. A network may know better than
+    their intensities; a map that was searched for does not."""
+    fixed, moved = (texture((28, 28, 28), by, (1.0,) * 3) for by in (0.0, 1.0))
+    noise = torch.randn(moved.shape, generator=torch.Generator().manual_seed(0))
+    image = Image(fixed[0, 0].numpy(), np.eye(4))
+    images = fixed, (moved + 0.85 * float(moved.std()) * noise).clamp(0.1, 1)
+    pair = PreparedPair(*(Prepared(image, one, None, "", image.shape, "whole") for one in images))
+    comparison = similarity.compare(RegisterOptions(), Identity(), pair)
+    assert not comparison.differs
+    for network, kept in ((torch.nn.Identity(), True), (NoNetwork(), False)):
+        found = solve._optimize(network, (Identity(), Identity()), comparison, pair, "fields", None)  # type: ignore[arg-type]
+        assert (found.result.unlike is not None) == kept, found.result.losses[-1]
+        assert bool(shifts(found.result).abs().max() == 0) == kept
+        assert (solve._kept(found, "the start") is not None) == kept

@@ -5,8 +5,8 @@ and its square (lncc2), which does not mind an inverted contrast, is little bett
 So one scan is first recoloured: each of its intensities becomes the mean of the other scan's intensities where the
 network's map has put it, as in the correlation ratio (Roche et al., MICCAI 1998), and its result may bend less, since
 tissues that look alike in one scan have no edge between them. The better the map, the truer the colours, so they are
-taken again from maps that are optimised on coarser grids. Where no such curve makes the scans alike, as between CT
-and MR, their intensities are no guide, and the network's result is kept.
+taken again from maps that are optimised on coarser grids. Where the scans stay unlike all the same, as CT and MR
+do, also where their contrasts seem to agree, their intensities are no guide, and the network's result is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REGULARITY, STIFFNESS = 3.0, 1.0
 """Weight of the regulariser, and price on the bending of changes, for images of different contrast: where two tissues
 look alike in one of them, only the network knows where they end."""
 ALIKE = 0.55
-"""The loss of both directions, 2 minus their mean local correlations, that recoloured images have to reach."""
+"""The loss of both directions, 2 minus their mean local correlations, that images have to reach."""
 BINS = 64
 """Intensities from 0 to 1 that a curve of colours distinguishes."""
 
@@ -64,8 +64,8 @@ class Comparison:
 
     @property
     def enough(self) -> float:
-        """The loss of similarity that has to be reached for the result to count."""
-        return math.inf if self.which is None else ALIKE
+        """The loss of similarity that has to be reached for the result to count, if the user did not choose it."""
+        return ALIKE if self.why is not None and self.options.io_sim == "lncc" else math.inf
 
     @property
     def reason(self) -> str | None:

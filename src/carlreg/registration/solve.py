@@ -227,8 +227,8 @@ def _kept(optimization: Optimization, start: str) -> str | None:
         return f"the optimisation kept {start}: the loss fell by {100 * fall:.1f} %, less than the {need:.0f} % needed"
     if optimization.result.unlike is not None:
         return (
-            f"the optimisation kept {start}: the contrasts of the scans differ too much to improve it by their "
-            "intensities; --io-sim mind tries that by their texture, which takes longer"
+            f"the optimisation kept {start}: the scans look too different to improve it by their intensities; "
+            "--io-sim lncc does so all the same, --io-sim mind by their texture, which takes longer"
         )
     return None
 
@@ -263,11 +263,12 @@ def _optimize(
             return _optimize(network, maps, comparison, original, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
     settings = _field_settings(network, comparison)
+    searched = comparison.which is None and isinstance(network, NoNetwork)  # there is no network's result to keep
     levels = settings.get("levels", LEVELS)
     common |= {
         "similarity": options.io_sim,
         "weight": objective.weight,
-        "enough": comparison.enough,
+        "enough": math.inf if searched else comparison.enough,
         **(demands or {}),
         **settings,
         "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
