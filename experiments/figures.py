@@ -585,6 +585,58 @@ def without_model() -> Iterator[Sequence[str]]:
         yield label, str(len(rows)), *scores, f"{folds:.3f}", f"{median(row['command_seconds'] for row in rows):.0f}"
 
 
+# ---- other contrasts ------------------------------------------------------------------------------------------------
+
+
+@table
+def other_contrasts() -> Iterator[Sequence[str]]:
+    """One row for each pair of brains that was registered both as it is and in another contrast."""
+    rows = {(row["contrast_seed"], row["changed"]): row for row in result("conditions/results/val.json")["contrast"]}
+    squared = {row["contrast_seed"]: row["optimised"] for row in result("conditions/results/lncc2.json")["contrast"]}
+    yield "contrast", "network: same", "another", "optimised: same", "another, recoloured", "another, by `lncc2`"
+    seeds = sorted(seed for seed, changed in rows if changed)
+    lines = [
+        [*(rows[seed, changed][way] for way in ("network", "optimised") for changed in (False, True)), squared[seed]]
+        for seed in seeds
+    ]
+    for seed, line in zip(seeds, lines, strict=True):
+        yield str(seed), *three(line)
+    yield "**mean**", *three(map(mean, zip(*lines, strict=True)))
+
+
+@table
+def heads() -> Iterator[Sequence[str]]:
+    """One row for each brain to which both contrasts of one head were registered, in mm."""
+    yield "OASIS brain", "network", "95 %", "optimised", "95 %"
+    keys = ("network_mm", "network_95_mm", "optimised_mm", "optimised_95_mm")
+    lines = {row["fixed"]: [row[key] for key in keys] for row in result("conditions/results/val.json")["brainweb"]}
+    for name, line in lines.items():
+        yield name.removesuffix(".nii.gz"), *(f"{one:.1f}" for one in line)
+    yield "**mean**", *(f"{mean(column):.1f}" for column in zip(*lines.values(), strict=True))
+
+
+@table
+def shifted_brain() -> Iterator[Sequence[str]]:
+    """One row for each axis and shift."""
+    yield "axis", "shift, mm", "network", "optimised"
+    for row in result("conditions/results/val.json")["shifts"]:
+        axis = "" if row["shift_mm"] == 0 else str(row["axis"] + 1)
+        yield axis, f"{row['shift_mm']:.0f}", *three([row["network"], row["optimised"]])
+
+
+@table
+def similarities() -> Iterator[Sequence[str]]:
+    """One row for each kind of pair."""
+    rows = result("similarity/results/dev.json")["rows"]
+    yield "pairs", "", "found to differ", "network", "optimised", "by `lncc`", "by `lncc2`"
+    for name in dict.fromkeys(row["set"] for row in rows):
+        found = [row for row in rows if row["set"] == name]
+        differ = sum(row["differs"] for row in found)
+        labelled = [row["dice"] for row in found if row["dice"]]
+        scores = [mean(dice[way] for dice in labelled) for way in ("network", "auto", "lncc", "lncc2") if labelled]
+        yield name, str(len(found)), str(differ), *(three(scores) if labelled else [""] * 4)
+
+
 # ---- templates and atlases ------------------------------------------------------------------------------------------
 
 
