@@ -628,7 +628,8 @@ def test_fields_are_optimised_on_the_voxels_of_the_scans(
     fixed, moving = pair
     other = blobs(moving.shape, moving.affine, seed=1)
     mask = from_array(np.ones(other.shape, np.uint8), other.affine)
-    result = register(fixed=fixed, moving=other, moving_mask=mask, model=path, io_iterations=3, device="cpu")
+    options = {"model": path, "io_sim": "lncc", "io_iterations": 3, "device": "cpu"}
+    result = register(fixed=fixed, moving=other, moving_mask=mask, **options)  # type: ignore[arg-type]
     assert [sorted(one) for one in seen] == [sorted(other.shape), sorted(fixed.shape), sorted(other.shape)]
     assert sizes == [pytest.approx(sorted(fixed.spacing))]
     totals = [loss["total"] for loss in result.losses if loss.get("level", 1) == 1]
@@ -664,7 +665,8 @@ def test_without_a_grid_of_the_model_fields_are_optimised_on_each_scans_own(
     monkeypatch.setattr("carlreg.registration.solve.optimize_fields", spy)
     fixed, _ = pair
     moving = blobs((36, 24, 33), np.diag([1.2, 1.5, 1.6, 1.0]), seed=1)
-    result = register(fixed=fixed, moving=moving, model=tmp_path / "model.safetensors", over="fields", io_iterations=1)
+    options = {"model": tmp_path / "model.safetensors", "over": "fields", "io_iterations": 1, "io_sim": "lncc"}
+    result = register(fixed=fixed, moving=moving, **options)  # type: ignore[arg-type]
     assert len(shapes) == 2
     assert [sorted(shape) for shape in shapes] == [sorted(moving.shape), sorted(fixed.shape)]
     assert result.warped.shape == fixed.shape
