@@ -80,7 +80,7 @@ def carl(data: Path, out: Path, *more: object) -> int:
 
 
 def rows(out: Path) -> dict[str, dict[str, str]]:
-    with (out / "summary.csv").open(newline="") as file:
+    with (out / "summary.csv").open(newline="", encoding="utf-8") as file:
         listed = list(csv.DictReader(file))
     found = {row["name"]: row for row in listed}
     assert len(found) == len(listed), "a pair is listed twice"
@@ -426,7 +426,7 @@ def test_an_overwriting_run_that_was_interrupted_is_resumed_without_overwriting(
     assert {row["status"] for row in list(rows(tmp_path).values())[::2]} == {"done"}
     assert carl(data, tmp_path, *more, "--transform", "rigid") == 0
     assert [row["status"] for row in rows(tmp_path).values()] == ["was done", "done"] * 3
-    kinds = {json.loads(path.read_text())["transform"] for path in tmp_path.glob("*/report.json")}
+    kinds = {json.loads(path.read_text(encoding="utf-8"))["transform"] for path in tmp_path.glob("*/report.json")}
     assert kinds == {"rigid"}
 
 
@@ -484,7 +484,7 @@ def test_an_unfinished_line_is_ignored_and_removed(tmp_path: Path) -> None:
     assert [row.status for row in board.rows] == ["done", "pending"]
     board.add(Row("b", "failed", error="odd"))
     board.close()
-    assert [json.loads(line)["name"] for line in journal.read_text().splitlines()] == ["a", "b"]
+    assert [json.loads(line)["name"] for line in journal.read_text(encoding="utf-8").splitlines()] == ["a", "b"]
     assert rows(tmp_path)["b"]["error"] == "odd"
 
 
@@ -555,7 +555,7 @@ def test_the_gallery_in_a_browser(data: Path, tmp_path: Path) -> None:
     """From file://, without a network: pictures, sorting, filtering, links, many rows, and hostile names."""
     out = tmp_path / "a cohort#1"
     assert carl(data, out, data / "scans", "--fixed", data / "fixed.nii.gz") == 0
-    real = json.loads((out / ".rows" / "1-of-1" / "rows.jsonl").read_text().splitlines()[0])
+    real = json.loads((out / ".rows" / "1-of-1" / "rows.jsonl").read_text(encoding="utf-8").splitlines()[0])
     made = [
         Row.from_json({**real, "name": f"pair {n}", "verdict": ("good", "failed", "doubtful")[n % 3],
                        "metrics": {"dice_after": (n * 37 % 300) / 300, "folds_percent": n % 7}, "seconds": n})
@@ -624,7 +624,7 @@ def test_later_sessions_are_registered_to_the_first_and_named_as_a_derivative(
 ) -> None:
     assert carl(data, tmp_path, "--bids", dataset) == 0
     assert list(rows(tmp_path)) == ["sub-01_ses-2_T1w_to_sub-01_ses-1_T1w", "sub-01_ses-3_T1w_to_sub-01_ses-1_T1w"]
-    description = json.loads((tmp_path / "dataset_description.json").read_text())
+    description = json.loads((tmp_path / "dataset_description.json").read_text(encoding="utf-8"))
     assert description["DatasetType"] == "derivative"
     assert description["GeneratedBy"][0]["Name"] == "carlreg"
     folder = tmp_path / "sub-01" / "ses-2" / "anat"

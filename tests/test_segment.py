@@ -69,7 +69,7 @@ def test_command_finds_the_labels(data: Path, tmp_path: Path, run: Run) -> None:
     uncertainty = images.read(out / "uncertainty.nii.gz").data
     assert uncertainty.max() > 0.5
     assert uncertainty[0, 0, 0] == 0
-    rows = list(csv.DictReader((out / "volumes.csv").open()))
+    rows = list(csv.DictReader((out / "volumes.csv").open(encoding="utf-8")))
     assert [(row["label"], row["name"]) for row in rows] == [("1", "shell"), ("2", "core")]
     for row, values in zip(rows, maps, strict=True):
         count = int((found.data == int(row["label"])).sum())
@@ -94,7 +94,7 @@ def test_a_pack_gives_what_its_folder_gives(data: Path, tmp_path: Path, run: Run
     assert run(*words(data, tmp_path / "b", atlases=pack))[0] == 0
     for name in ("labels.nii.gz", "uncertainty.nii.gz"):
         assert np.array_equal(*(images.read(tmp_path / one / name).data for one in "ab")), name
-    assert "shell" in (tmp_path / "b" / "volumes.csv").read_text()
+    assert "shell" in (tmp_path / "b" / "volumes.csv").read_text(encoding="utf-8")
     assert run("atlas", data / "atlases", "-o", pack)[0] == 1  # not overwritten
     assert run("atlas", data / "atlases", "-o", tmp_path / "three.zip")[0] == 1
 
