@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import locale
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,11 +31,18 @@ Run = Callable[..., tuple[int, str]]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = {"unet_down": (4, 8, 8, 8, 8), "unet_up": (8, 8, 8, 8, 8)}
 """U-Nets as deep as the paper's, so with the same strides and reach, but narrow."""
+LOCALE = locale.setlocale(locale.LC_ALL)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _locale() -> None:
+    """Undo what SimpleITK does when a test writes DICOM: it sets the locale of the process to "C"."""
+    locale.setlocale(locale.LC_ALL, LOCALE)
 
 
 @pytest.fixture(scope="session")
