@@ -228,7 +228,7 @@ def _kept(optimization: Optimization, start: str) -> str | None:
     if optimization.result.unlike is not None:
         return (
             f"the optimisation kept {start}: the scans look too different to improve it by their intensities; "
-            "--io-sim lncc does so all the same, --io-sim mind by their texture, which takes longer"
+            "--io-sim mind tries that by their texture, which takes longer"
         )
     return None
 
