@@ -9,7 +9,9 @@ DATA holds a folder for each set, most of them with `train` and `val` folders of
 Scans are reoriented to the axes closest to RAS and resampled to the network's grid (small hippocampus crops keep their
 own grid; hearts and abdominal MRI keep their slices). For networks that learn rotations, `--isotropic` uses cubic
 voxels of that many mm around the centre of the scan instead, with zeros beyond the scan. `--labels-only` packs only the
-labels of `dev` and `val`, for instance on a finer grid than the images. The last three training subjects of each set
+labels of `dev` and `val`, for instance on a finer grid than the images. `--structures` adds NAME/structures, a label
+map of the structures of `carlreg.model.structures` (255 where a voxel's structure is none of them but not background),
+for the sets whose labels name them. The last three training subjects of each set
 (patients of `cardiac`) are kept back as `dev`.
 
 For `brain_maps`, which has label maps only, NAME is the whole map and NAME/labels the subcortical structures, numbered
@@ -31,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carlreg.geometry.grids import Grid, interpolate
+from carlreg.model.structures import STRUCTURES
 from carlreg.objective.losses import gaussian_blur
 
 SIDE = 96
@@ -41,6 +44,51 @@ SUBCORTICAL = (23, 30, 31, 32, 36, 37, 47, 48, 55, 56, 57, 58, 59, 60)
 """Right and left accumbens, amygdala, caudate, hippocampus, pallidum, putamen, thalamus."""
 FREESURFER = (58, 26, 54, 18, 50, 11, 53, 17, 52, 13, 51, 12, 49, 10)
 """The same structures in FreeSurfer's numbering."""
+UNSURE = 255
+"""In maps of structures: tissue of which the labels do not say what it is."""
+VALUES: dict[str, dict[str, tuple[int, ...]]] = {
+    "brain": {
+        **{
+            f"{side} {name}": (values[number],)
+            for name, *values in (
+                ("cerebral white matter", 45, 44),
+                ("cerebellar white matter", 41, 40),
+                ("cerebellar cortex", 39, 38),
+                ("thalamus", 60, 59),
+                ("caudate", 37, 36),
+                ("putamen", 58, 57),
+                ("pallidum", 56, 55),
+                ("hippocampus", 48, 47),
+                ("amygdala", 32, 31),
+                ("accumbens", 30, 23),
+                ("ventral diencephalon", 62, 61),
+            )
+            for number, side in enumerate(("left", "right"))
+        },
+        "left cerebral cortex": tuple(range(101, 208, 2)),
+        "right cerebral cortex": tuple(range(100, 208, 2)),
+        "left lateral ventricle": (50, 52),
+        "right lateral ventricle": (49, 51),
+        "third ventricle": (4,),
+        "fourth ventricle": (11,),
+        "brain stem": (35,),
+        "unsure": (53, 54, 71, 72, 73, 75, 76),
+    },
+    "abdomen": {
+        name: (number,)
+        for number, name in enumerate(
+            (
+                *("spleen", "right kidney", "left kidney", "gallbladder", "oesophagus", "liver", "stomach", "aorta"),
+                *("inferior vena cava", "portal and splenic veins", "pancreas", "right adrenal", "left adrenal"),
+            ),
+            start=1,
+        )
+    },
+    "abdomen_mr": {"spleen": (1,), "right kidney": (2,), "left kidney": (3,), "liver": (6,)},
+    "cardiac": {"right ventricle of the heart": (1,), "myocardium": (2,), "left ventricle of the heart": (3,)},
+    "hippocampus": {"anterior hippocampus": (1,), "posterior hippocampus": (2,)},
+}
+"""The labels of each structure in the sets. Those of `brain_maps` are derived from the maps themselves."""
 LUNGS = {"lung/plastimatch": ("t0", "t5"), "lung/elastix": ("baseline", "followup")}
 
 
@@ -55,6 +103,7 @@ def main() -> None:
     )
     parser.add_argument("--side", type=int, default=SIDE, help="side of the network's grid")
     parser.add_argument("--labels-only", action="store_true", help="pack only the labels of dev and val, for scoring")
+    parser.add_argument("--structures", action="store_true", help="add label maps of all known structures")
     parser.add_argument("--most", type=int, help="use at most N subjects of each set and split, to try the script")
     arguments = parser.parse_args()
     packed: dict[str, NDArray[np.uint8]] = {}
@@ -69,6 +118,8 @@ def main() -> None:
                 labels = path if name == "brain_maps" else path.with_name(path.name.replace(".nii", "_labels.nii"))
                 if labels.exists():
                     packed[f"{key}/labels"] = label_map(labels, arguments.side, arguments.isotropic, name)
+                    if arguments.structures and name in VALUES:
+                        packed[f"{key}/structures"] = structures(labels, arguments.side, arguments.isotropic, name)
     write(packed, arguments.out, arguments.most_mib)
 
 
@@ -144,6 +195,17 @@ def label_map(path: Path, side: int, isotropic: float | None, name: str) -> NDAr
         values = SUBCORTICAL if name == "brain" else [numbers_of(path)[value] for value in FREESURFER]
         labels = sum((labels == value).float() * (i + 1) for i, value in enumerate(values))  # type: ignore[assignment]
     return labels[0, 0].byte().numpy()
+
+
+def structures(path: Path, side: int, isotropic: float | None, name: str) -> NDArray[np.uint8]:
+    """The label map as one of `STRUCTURES`."""
+    labels, points = volume(path, side, isotropic, name)
+    if points is not None:
+        labels = interpolate(labels, points, mode="nearest", outside="zeros" if isotropic else "border")
+    table = np.zeros(256, dtype=np.uint8)
+    for structure, values in VALUES[name].items():
+        table[list(values)] = UNSURE if structure == "unsure" else 1 + STRUCTURES.index(structure)
+    return table[labels[0, 0].byte().numpy()]
 
 
 def numbers_of(path: Path) -> dict[int, int]:

@@ -373,7 +373,7 @@ class Mixture:
             shape, volume = GRIDS[grid], self.packed.get(key)
             if volume is None:
                 volume = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-            elif key.endswith("labels") or key.startswith("brain_maps/"):
+            elif key.endswith(("labels", "structures")) or key.startswith("brain_maps/"):
                 volume = F.interpolate(volume[None, None].float(), shape, mode="nearest-exact")[0, 0].byte()
             else:
                 volume = self._image(volume, grid).mul(255).round().byte()[0, 0]
