@@ -23,20 +23,23 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from pathlib import Path
 from queue import Queue
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from universal import VALUES, Mixture, View, other_contrast
 
 from carlreg.fast.precision import mixed_precision
 from carlreg.model.structures import SIDED, STRUCTURES, StructureNet, mirrored
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.base.universal import VALUES, Mixture, Pair, View, other_contrast
 
 MIX = {
     "cube": {
@@ -142,7 +145,7 @@ class Scans(Mixture):
         needs = {"map_with_brain": ("brain_maps", "brain"), "ct_mr": ("abdomen", "abdomen_mr")}
         return all((name, "train") in self.names for name in needs.get(kind, (kind,)))
 
-    def _known(self, grid: str, view: View, pair: Any) -> Tensor:
+    def _known(self, grid: str, view: View, pair: Pair) -> Tensor:
         return self.structures_of(view.key, grid)
 
     def structures_of(self, key: str, grid: str) -> Tensor:
