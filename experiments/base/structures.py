@@ -242,7 +242,7 @@ def fit(network: StructureNet, data: Scans, arguments: argparse.Namespace) -> St
         optimizer.load_state_dict(state["optimizer"])
         spent, step, averaged, count = state["seconds"], state["step"], state["averaged"], state["count"]
         print(f"resuming at step {step}, {spent:.0f} s", flush=True)
-    run = torch.compile(network) if arguments.compile else network
+    run = torch.compile(network, dynamic=False) if arguments.compile else network
     queue: Queue[tuple[Tensor, Tensor, Tensor]] = Queue(2)
     over = threading.Event()
 
@@ -267,7 +267,11 @@ def fit(network: StructureNet, data: Scans, arguments: argparse.Namespace) -> St
         rate = arguments.rate * min(1, (step + 1) / 200) * (0.005 + 0.995 * 0.5 * (1 + math.cos(math.pi * part)))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        images, labels, named = queue.get()
+        batch = queue.get()
+        if data.device.type == "cuda":  # the memory is of the other stream
+            for tensor in batch:
+                tensor.record_stream(torch.cuda.current_stream())
+        images, labels, named = batch
         with mixed_precision(data.device):
             logits = run(images)
         loss = loss_of(logits, labels, named)
