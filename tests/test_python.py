@@ -20,7 +20,7 @@ import carlreg
 from carlreg import Registration, gradicon, register, save
 from carlreg.errors import DependencyError, InputError
 from carlreg.files import images, world_transform
-from carlreg.files.images import Image, as_image, from_array, map_points
+from carlreg.files.images import Choice, Image, ImageError, as_image, from_array, map_points
 from carlreg.files.results import Confidence
 from carlreg.registration.picture import TITLES, slices
 
@@ -151,23 +151,63 @@ def test_images_of_other_libraries(pair: tuple[Image, Image]) -> None:
     assert np.allclose(plane.to_nibabel().header.get_zooms()[:2], (2, 3))
 
 
-def test_ants(pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ANTsPy if it is installed; otherwise the error names the package."""
-    image = pair[0]
+@pytest.fixture
+def ants(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """ANTsPy, or what it does with arrays and positions where it is not installed."""
     try:
-        import ants  # noqa: F401
+        import ants
     except ImportError:
-        with pytest.raises(DependencyError, match="pip install antspyx"):
-            image.to_ants()
 
-        def from_numpy(data: Any, **places: Any) -> Any:  # as ANTsPy keeps an image
-            kept = {"dimension": data.ndim, "numpy": lambda: data, **places}
-            return type("ANTsImage", (), {**kept, "__module__": "ants.core", "numpy": lambda self: data})()
+        def from_numpy(data: Any, **places: Any) -> Any:
+            kept = data if data.dtype == np.uint8 else data.astype(np.uint32 if data.dtype.kind in "iu" else np.float32)
+            dimension = len(places["spacing"])
+            values = {"dimension": dimension, **places, "__module__": "ants.core", "numpy": lambda self: kept}
+            return type("ANTsImage", (), values)()
 
-        monkeypatch.setitem(sys.modules, "ants", types.SimpleNamespace(from_numpy=from_numpy))
+        ants = types.SimpleNamespace(from_numpy=from_numpy)
+        monkeypatch.setitem(sys.modules, "ants", ants)
+    return ants
+
+
+def test_ants_is_missing(pair: tuple[Image, Image], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ants", None)
+    with pytest.raises(DependencyError, match="pip install antspyx"):
+        pair[0].to_ants()
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16", "int32", "int64", "uint64", "float32", "float64"])
+def test_ants_keeps_values_and_positions(ants: Any, kind: str) -> None:
+    """It would wrap what is neither a byte, nor uint32, nor floating point: -1000 HU became 4294966296."""
+    low, high = (0, 255) if kind == "uint8" else (0, 2**33) if kind == "uint64" else (-1000, 3000)
+    data = np.linspace(low, high, 60).reshape(3, 4, 5).astype(kind)
+    mirrored = oblique((1.5, 1.2, 2.0), (10, -20, 30)) @ np.diag([-1.0, 1.0, 1.0, 1.0])
+    image = from_array(data, mirrored)
     again = as_image(image.to_ants(), "image")
-    assert np.allclose(again.data, image.data)
-    assert np.allclose(again.affine, image.affine, atol=1e-5)
+    assert np.allclose(again.data.astype(float), data.astype(float), rtol=1e-6)
+    assert np.allclose(again.affine, mirrored, atol=1e-5)
+    plane = from_array(data[0], np.array([[0.0, -2.0, 1.0], [3.0, 0.0, 2.0], [0.0, 0.0, 1.0]]))
+    assert np.allclose(as_image(plane.to_ants(), "plane").affine, plane.affine)
+
+
+def test_ants_images_with_components(ants: Any) -> None:
+    """One is chosen, as of other images."""
+    data = np.random.default_rng(0).random((4, 5, 3)).astype(np.float32)
+    image = ants.from_numpy(data, origin=[1.0, 2.0], spacing=[2.0, 3.0], direction=np.eye(2), has_components=True)
+    with pytest.raises(ImageError, match=r"scan has 3 components per voxel .*--channel"):
+        as_image(image, "scan")
+    chosen = as_image(image, "scan", Choice(channel=1))
+    assert np.array_equal(chosen.data, data[..., 1])
+    assert np.array_equal(chosen.affine, [[2, 0, 1], [0, 3, 2], [0, 0, 1]])
+
+
+def test_registration_of_ants_images(ants: Any, pair: tuple[Image, Image], model: Path, result: Registration) -> None:
+    """ANTs' images are registered like ours, and the warped one lies on the fixed one."""
+    fixed, moving = (image.to_ants() for image in pair)
+    theirs = register(fixed=fixed, moving=moving, model=model, **OPTIONS)
+    assert np.allclose(theirs.warped.data, result.warped.data, atol=0.1)  # of 1000
+    warped = theirs.warped.to_ants()
+    for name in ("spacing", "origin", "direction"):
+        assert np.allclose(getattr(warped, name), getattr(fixed, name), atol=1e-5)
 
 
 def test_channels_first_with_an_affine_in_ras(pair: tuple[Image, Image]) -> None:

@@ -110,10 +110,13 @@ class Image:
         return image
 
     def to_ants(self) -> Any:
-        """The same voxels and positions as an image of ANTsPy."""
+        """The same voxels and positions as an image of ANTsPy, which keeps bytes, uint32 and float32 only."""
         direction = self.affine[:-1, :-1] / np.array(self.spacing)
         places = {"origin": self.affine[:-1, -1].tolist(), "spacing": list(self.spacing), "direction": direction}
-        return _optional("ants", "antspyx").from_numpy(np.ascontiguousarray(self.data), **places)
+        low, high = self.data.min(), self.data.max()
+        wraps = self.data.dtype.kind in "iu" and (low < 0 or high >= 2**32)  # as ANTsPy would do with −1000 HU
+        data = self.data.astype(np.float32) if wraps else np.ascontiguousarray(self.data)
+        return _optional("ants", "antspyx").from_numpy(data, **places)
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """The voxels, axes in the order x, y, z of their indices."""
@@ -231,18 +234,19 @@ def _from_memory(source: Any, name: str, choice: Choice) -> Image:
     if kind == "nibabel":
         return from_nibabel(source, choice, name=name)
     if kind == "ants":
-        return _from_ants(source, name)
+        return _from_ants(source, choice, name)
     if hasattr(source, "affine") and hasattr(source, "data"):
         return _from_channels(source, name)
     expected = "a path, an Image, an array, or an image of SimpleITK, nibabel, ANTsPy, MONAI or TorchIO"
     raise TypeError(f"{name} is a {type(source).__name__}; expected {expected}")
 
 
-def _from_ants(image: Any, name: str) -> Image:
+def _from_ants(image: Any, choice: Choice, name: str) -> Image:
     affine = np.eye(image.dimension + 1)
     affine[:-1, :-1] = np.asarray(image.direction) * np.asarray(image.spacing)
     affine[:-1, -1] = image.origin
-    return from_array(image.numpy(), affine, name=name)
+    data, affine, colours = choice.take(image.numpy(), affine, name)  # components last
+    return Image(data, affine, name, colours)
 
 
 def _from_channels(source: Any, name: str) -> Image:
