@@ -19,6 +19,7 @@ from carlreg.files.images import Image, from_array, map_points
 from carlreg.geometry.jacobian import folding
 from carlreg.objective.guide import NEAR, Guide
 from carlreg.objective.windows import Picture
+from carlreg.show.viewer.scene import load_scene
 
 OPTIONS: dict[str, Any] = {"io_iterations": 5, "io_sim": "lncc", "device": "cpu"}
 SHIFT = np.array([3.0, -2.0, 2.0])
@@ -121,6 +122,10 @@ def test_every_form_of_guide_points_is_the_same(
     for form in forms:
         other = register(fixed=fixed, moving=moving, **form, model=model, **OPTIONS)
         assert np.abs(other.transform(points[0]) - given.transform(points[0])).max() < 1e-2
+        assert np.allclose(other.record.guide, given.record.guide, atol=1e-4)
+    assert np.allclose(given.record.guide, np.hstack(points))
+    assert load_scene(given.save(tmp_path / "out")).guide() == given.record.guide  # for a further correction
+    assert not alone.record.guide
 
 
 def test_an_initial_transform_and_a_guide(

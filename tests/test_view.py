@@ -846,6 +846,16 @@ def test_a_correction_keeps_rigid_regions(tmp_path: Path) -> None:
         guided_task(viewer.load_scene(out), [PAIR], "none")
 
 
+def test_recorded_points_are_recalled_if_they_are_points(tmp_path: Path) -> None:
+    out = save(tmp_path)
+    report = ResultFolder(out).read_report().to_json()
+    for points, known in (([PAIR], [PAIR]), ([PAIR[:4]], []), ([[*PAIR[:5], 10**400]], []), ([["1"] * 6], []), (3, [])):
+        (out / "report.json").write_text(json.dumps({**report, "guide": points}))
+        scene = viewer.load_scene(out)
+        assert scene.guide() == known
+        assert any("is damaged" in note for note in scene.notes) == (not known and points != [PAIR[:4]])
+
+
 @pytest.mark.browser
 @needs_browser
 def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:

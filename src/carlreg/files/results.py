@@ -138,6 +138,8 @@ class Report:
     """Names of labels, if they were given."""
     losses: Sequence[Mapping[str, float]] = ()
     """Total, similarity and regularity at each step of the optimisation."""
+    guide: Sequence[Sequence[float]] = ()
+    """Corresponding points that pulled the result, if any: in each row the fixed and the moving one, in LPS mm."""
     warnings: Sequence[str] = ()
     orientation: Mapping[str, Any] | None = None
     """How the axes of the moving scan seem to run against those of the fixed one, if that was looked into."""
@@ -172,6 +174,7 @@ class Report:
             for when, scores in known.get("dice", {}).items()
         }
         known["label_names"] = {int(label): str(name) for label, name in known.get("label_names", {}).items()}
+        known["guide"] = tuple(tuple(map(_coordinate, row)) for row in known.get("guide", ()))
         known["warnings"] = tuple(str(text) for text in known.get("warnings", ()))
         if known.get("confidence"):
             known["confidence"] = Confidence(**_known(Confidence, known["confidence"]))
@@ -187,6 +190,12 @@ def _known(kind: type, values: Any) -> dict[str, Any]:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: math.nan if number is None else float(number) for name, number in values.items()}
+
+
+def _coordinate(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is not a coordinate")
+    return float(value)
 
 
 def _finite(value: Any) -> Any:
@@ -224,7 +233,7 @@ class ResultFolder:
             return Report.from_json(json.loads(self[REPORT].read_text(encoding="utf-8")))
         except OSError as error:
             raise InputError(f"{self[REPORT]} cannot be read: {error.strerror}; expected a result folder") from error
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(f"{self[REPORT]} is damaged ({error}); expected the report of a registration") from error
 
     def differences(

@@ -213,6 +213,7 @@ def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, wor
         metrics=metrics,
         dice=dice,
         losses=[] if solution.optimization is None else solution.optimization.result.course,
+        guide=() if case.guide is None else np.hstack(case.guide).tolist(),
         warnings=work.warnings,
         orientation=describe_orientation(made.orientation, applied=options.fix_orientation),
         confidence=made.confidence,

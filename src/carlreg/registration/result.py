@@ -182,7 +182,7 @@ class Registration:
     @property
     def settings(self) -> dict[str, Any]:
         """How the registration was made, as in `report.json`."""
-        results = ("schema", "versions", "metrics", "dice", "label_names", "losses", "warnings", "request")
+        results = ("schema", "versions", "metrics", "dice", "label_names", "losses", "guide", "warnings", "request")
         return {key: value for key, value in self.record.to_json().items() if key not in results}
 
     def save(

@@ -23,7 +23,6 @@ from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
 from carlreg.files.label_names import guess_names
-from carlreg.files.landmarks import read_correspondences
 from carlreg.files.results import (
     EXPECTED_ERROR,
     INVERSE,
@@ -44,7 +43,7 @@ MAP_VOXELS = 2_000_000
 """Largest number of voxels of the Jacobian determinant, which is smooth."""
 RAS = np.array([-1.0, -1.0, 1.0])
 """Signs that convert LPS to RAS and back."""
-OTHERS = ("initial_transform", "rigid_mask", "moving_rigid_mask", "guide")
+OTHERS = ("initial_transform", "rigid_mask", "moving_rigid_mask")
 """Inputs that are not shown, but needed to register again."""
 CHOICES = ("nan", "frame", "channel", "series", "fixed_series", "moving_series")
 """Options that choose what is read of an input."""
@@ -119,14 +118,9 @@ class Scene:
 
     def guide(self) -> list[list[float]]:
         """The pairs of points that guided this result, fixed and moving (2 × 3) in LPS mm."""
-        if not {"fixed", "moving", "guide"} <= self.paths.keys():
-            return []
-        pair = self.images["fixed"], self.images["moving"]
-        try:
-            points = np.stack(read_correspondences(self.paths["guide"], *pair), axis=1)
-        except (ValueError, OSError):  # trusted, but no longer what it was
-            return []
-        return np.pad(points, ((0, 0), (0, 0), (0, 3 - points.shape[-1]))).reshape(-1, 6).tolist()
+        rows, dim = () if self.record is None else self.record.guide, self.transform.dim
+        empty = [0.0] * (3 - dim)
+        return [[*row[:dim], *empty, *row[dim:], *empty] for row in rows if len(row) == 2 * dim]
 
     def describe(self) -> dict[str, Any]:
         """What the page needs before it requests volumes."""
