@@ -9,8 +9,8 @@
 
 Images are drawn, deformed and changed in contrast as in `universal.py`, on its three grids. Label maps of heads are
 rendered in random contrasts. The loss is the cross-entropy plus the overlap of each structure. Where the labels of a
-set do not name a structure, its voxels may be called background: the probability of all structures that they do not
-name counts as that of the background.
+set do not name a structure that its scans may show, as those of hearts do not name the liver, its probability counts as
+that of the background.
 
 The learning rate follows the time, so that a run ends within `--seconds`; a run that was cut off resumes from its
 checkpoint with the same command. Weights are averaged over the last steps. Writes the network in half precision, and
@@ -65,6 +65,13 @@ NAMED: dict[str, list[int]] = {
     "hippocampus": [1 + STRUCTURES.index(name) for name in ("anterior hippocampus", "posterior hippocampus")],
 }
 """The structures that the labels of each set name."""
+HEART = NAMED["cardiac"]
+UNNAMED: dict[str, list[int]] = {
+    "abdomen": HEART,
+    "abdomen_mr": [*HEART, *(structure for structure in ABDOMEN if structure not in NAMED["abdomen_mr"])],
+    "cardiac": list(ABDOMEN),
+}
+"""The structures that its scans may show as well."""
 SUBCORTICAL = [
     1 + STRUCTURES.index(f"{side} {name}")
     for side in ("left", "right")
@@ -137,9 +144,12 @@ class Scans(Mixture):
         for value, name in ((15, "fourth ventricle"), (16, "brain stem")):
             table[VALUES.index(value)] = 1 + STRUCTURES.index(name)
         self.structure = table
-        self.named = {name: torch.zeros(1 + len(STRUCTURES), device=device) for name in NAMED}
+        self.named, self.rest = (
+            {name: torch.zeros(1 + len(STRUCTURES), device=device) for name in NAMED} for _ in range(2)
+        )
         for name, numbers in NAMED.items():
             self.named[name][numbers] = 1.0
+            self.rest[name][[0, *UNNAMED.get(name, [])]] = 1.0
 
     def has(self, kind: str) -> bool:
         needs = {"map_with_brain": ("brain_maps", "brain"), "ct_mr": ("abdomen", "abdomen_mr")}
@@ -154,7 +164,8 @@ class Scans(Mixture):
         return self.on_grid(f"{key}/structures", grid)
 
     def images(self, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, maps of their structures, and which structures these name: (B, 1, *shape) twice, (B, 1 + K)."""
+        """Images and maps of their structures, (B, 1, *shape) each, and which structures the maps name and which they
+        call background, (B, 2, 1 + K)."""
         own = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
         grid, left = "cube", float(torch.rand((), generator=generator))
         for name, share in self.shares.items():
@@ -169,7 +180,8 @@ class Scans(Mixture):
         for number, view in enumerate(views):
             if view.key.startswith("brain") and float(torch.linalg.det(view.matrix[:, :3])) < 0:
                 labels[number] = mirrored(labels[number])
-        return inputs, labels, torch.stack([self.named[view.key.split("/")[0]] for view in views])
+        sets = [view.key.split("/")[0] for view in views]
+        return inputs, labels, torch.stack([torch.stack([self.named[one], self.rest[one]]) for one in sets])
 
     @torch.no_grad()
     def recognised(self, network: StructureNet, split: str) -> dict[str, dict[str, float]]:
@@ -187,9 +199,10 @@ class Scans(Mixture):
                 image = self.scored_image(key, grid, number % 10)
                 image = other_contrast(image, number % 10) if name != of else image
                 with mixed_precision(self.device):
-                    logits = network(image).float()
-                logits[:, 1:].masked_fill_(~self.named[of][1:].bool().reshape(1, -1, 1, 1, 1), -math.inf)
-                found, true = logits.argmax(1)[0], self.structures_of(key, grid)
+                    likely = network(image).float().softmax(1)
+                likely[:, 0] = (likely * self.rest[of].reshape(1, -1, 1, 1, 1)).sum(1)
+                likely[:, 1:] *= self.named[of][1:].reshape(1, -1, 1, 1, 1)
+                found, true = likely.argmax(1)[0], self.structures_of(key, grid)
                 for structure in NAMED[of]:
                     a, b = (found == structure) & (true != UNSURE), true == structure
                     if bool(b.any()):
@@ -209,12 +222,13 @@ def brief(scores: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def loss_of(logits: Tensor, labels: Tensor, named: Tensor) -> Tensor:
-    """Cross-entropy plus 1 − Dice: (B, 1 + K, *shape), (B, 1, *shape), (B, 1 + K)."""
+    """Cross-entropy plus 1 − Dice: (B, 1 + K, *shape), (B, 1, *shape), (B, 2, 1 + K)."""
+    named, others = named.unbind(1)
     probability = logits.float().flatten(2).softmax(1)
     index = labels.flatten(1).long()
     sure = (index != UNSURE).float()
     index = torch.where(index == UNSURE, 0, index)
-    rest = (probability * (1 - named)[:, :, None]).sum(1)  # of the background and of what the labels do not name
+    rest = (probability * others[:, :, None]).sum(1)  # of the background and of what the labels call so
     own = probability.gather(1, index[:, None])[:, 0]
     own = torch.where(index == 0, rest, own)
     crossed = -(own.clamp(min=1e-6).log() * sure).sum() / sure.sum()
