@@ -662,6 +662,10 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
         tab.choose("#middle", mode)
         pictures[mode] = warped()
     assert all(np.abs(pictures[a] - pictures[b]).max() > 50 for a in pictures for b in pictures if a < b)
+    line = (np.ptp(plain, axis=-1) > 100) & (plain[..., 0] > 250)  # the crosshair, which both images have
+    assert line.sum() > 100
+    assert np.abs(pictures["blend"] - plain)[line].max() < 10
+    assert pictures["difference"][line].max() > 200  # the crosshair does not vanish
     tab.choose("#middle", "flicker")
     tab.wait("panels.warped.caption.textContent === 'flicker: fixed'")
     tab.choose("#middle", "warped")

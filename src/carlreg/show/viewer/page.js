@@ -220,7 +220,10 @@ function mix(context, mode) {
   } else if (mode === "difference") {
     context.drawImage(picture("fixed"), 0, 0, width, height);
     context.globalCompositeOperation = "difference";
+    const { opts } = panels.warped, { crosshairWidth, isOrientationTextVisible } = opts;
+    Object.assign(opts, { crosshairWidth: 0, isOrientationTextVisible: false });  // those of the fixed image stay
     context.drawImage(picture("warped"), 0, 0, width, height);
+    Object.assign(opts, { crosshairWidth, isOrientationTextVisible });
   } else {
     const square = Math.max(Math.round(height / 24), 16);
     context.save();
@@ -366,6 +369,8 @@ async function open(side) {
     isOrientationTextVisible: scene.dim === 3, showAllOrientationMarkers: true, sliceType: scene.dim === 3 ? 3 : 0,
   });
   Object.assign(panel, { figure, box, caption, over });
+  // NiiVue takes this opaque context: mixtures copied from a transparent one would have crosshairs of other colours.
+  canvas.getContext("webgl2", { alpha: false, antialias: navigator.hardwareConcurrency > 6 });
   await panel.attachToCanvas(canvas);
   await show(side, side, 1);
   panel.usual = [panel.volumes[0].cal_min, panel.volumes[0].cal_max];
