@@ -35,7 +35,7 @@ from carlreg.synthesis import patient  # noqa: E402
 
 PICTURES = ROOT / "docs" / "images"
 DESK, PHONE = (1400, 900), (390, 844)
-QUALITY = 72
+QUALITY = 58
 READY = "document.body.dataset.ready === 'yes'"
 TOUR_WIDTH = 840
 
@@ -231,7 +231,7 @@ def tour(page: Page, folder: Path) -> None:
         append_images=[one for one, _ in rest],
         duration=[milliseconds for _, milliseconds in frames],
         loop=0,
-        quality=60,
+        quality=56,
         method=6,
     )
     print(f"tour: {len(frames)} frames, {sum(milliseconds for _, milliseconds in frames) / 1000:.0f} s")
