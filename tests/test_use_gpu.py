@@ -1,4 +1,4 @@
-"""What users ask of a GPU beside a plain registration: the doctor, guide points and rigid regions.
+"""What users ask of a GPU beside a plain registration: the doctor, guide points, rigid regions, and inverses.
 
 pytest -m gpu tests/test_use_gpu.py
 """
@@ -20,6 +20,7 @@ from test_rigid_regions import SPACING, grid_points, missing_rigidity, scans  # 
 from carlreg import Identity, optimize_fields, register
 from carlreg.cli import main
 from carlreg.files.images import Image
+from carlreg.files.world_transform import WorldTransform, invert
 from carlreg.geometry.jacobian import folding
 from carlreg.objective.guide import Guide
 from carlreg.objective.rigidity import Rigidity
@@ -79,3 +80,17 @@ def test_both_terms_give_the_same_bits_every_time(scans: Scans) -> None:  # noqa
     assert folding(runs[0].transform, fixed) == 0
     missing = (runs[0].transform(guide.fixed.cuda()[None]).cpu() - guide.moving) * torch.tensor(fixed.shape[2:])
     assert float(missing.norm()) < 1.5  # voxels; 3.0 before
+
+
+def test_a_gpu_inverts_as_a_cpu_does() -> None:
+    numbers = np.random.default_rng(0)
+    coarse = torch.from_numpy(numbers.normal(size=(1, 3, 6, 7, 5))).float()
+    shift = torch.nn.functional.interpolate(coarse, (40, 44, 36), mode="trilinear", align_corners=True)
+    grid = Image(np.zeros((40, 44, 36), np.float32), np.diag([1.0, 1.2, 2.0, 1.0]))
+    there = WorldTransform(np.eye(4), 2 * shift[0].movedim(0, -1).numpy(), grid.affine)
+    (here, missed), (inverse, left) = (invert(there, grid, device=device) for device in ("cpu", "cuda"))
+    inside = np.isfinite(missed) & np.isfinite(left)
+    assert inside.mean() > 0.8
+    assert max(missed[inside].max(), left[inside].max()) < 1e-3  # mm
+    assert np.abs(here.displacement - inverse.displacement)[inside].max() < 4e-3  # both are within the tolerance
+    assert np.abs(here.displacement).max() > 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -329,13 +329,19 @@ def displacements(transform: PointMap, grid: Image) -> Iterator[tuple[Box, Field
 
 
 def invert(
-    transform: WorldTransform, grid: Image, *, steps: int = 100, tolerance: float = 1e-3
+    transform: WorldTransform,
+    grid: Image,
+    *,
+    steps: int = 100,
+    tolerance: float = 1e-3,
+    device: torch.device | str = "cpu",
 ) -> tuple[WorldTransform, Field]:
     """T⁻¹, its displacements on the voxels of `grid`, an image in the moving image's world; and |T(T⁻¹(y)) − y| in mm
     at each of those voxels y.
 
     Beyond the lattice of u, T⁻¹ undoes u's border values, so that it stays smooth, and the residual is NaN. Each point
-    stops at `tolerance` mm or after `steps`. Where T folds there may be no solution; the residual is then large.
+    stops at `tolerance` mm or after `steps`. Where T folds there may be no solution; the residual is then large. The
+    equations are solved on the `device`.
 
     >>> inverse, residual = invert(T, moving)
     >>> np.nanmax(residual)
@@ -343,7 +349,7 @@ def invert(
     undo = np.asarray(np.linalg.inv(transform.affine), np.float64)
     to_index, to_moving = np.linalg.inv(transform.lattice) @ undo @ grid.affine, transform.affine @ transform.lattice
     shift, residual = itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32)), np.empty(grid.shape, np.float32)
-    equation = _Equation.of(transform)
+    equation = _Equation.of(transform).to(device)
     coarse = _solve_coarsely(equation, to_index, grid.shape, steps, tolerance)
     for box in _slabs(grid):
         goal = _affine_on(to_index, box)  # A(x + u(x)) = y is x + u(x) = A⁻¹ y, in indices of u's lattice
@@ -448,9 +454,12 @@ class _Equation:
         turned = torch.tensordot(torch.from_numpy(np.linalg.inv(axes)).float(), field, dims=1)
         return cls(turned[None].contiguous(), np.linalg.qr(axes)[1].tolist())
 
+    def to(self, device: torch.device | str) -> _Equation:
+        return replace(self, displacement=self.displacement.to(device))
+
     def missed(self, points: Tensor, goal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """At points (D, N): x + u(x) − goal, its length in mm, (N,), and its derivatives by x, (D, D, N)."""
-        last = torch.tensor([max(n - 1, 1) for n in self.displacement.shape[2:]])[:, None]
+        last = points.new_tensor([max(n - 1, 1) for n in self.displacement.shape[2:]])[:, None]
         shift, slopes = sample_with_slopes(self.displacement, points / last)
         left, slopes = shift.add_(points).sub_(goal), slopes.div_(last[..., None])
         slopes.diagonal().add_(1)
@@ -459,13 +468,15 @@ class _Equation:
 
     def solve_on(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
         """`solve` at points (..., D)."""
-        ends, here = (points.reshape(-1, points.shape[-1]).mT.contiguous() for points in (goal, start))
-        found, left = self.solve(ends, here, steps, tolerance)
-        return found.mT.reshape(goal.shape), left.mT.reshape(goal.shape)
+        there, device = self.displacement.device, goal.device
+        ends, here = (points.to(there).reshape(-1, points.shape[-1]).mT.contiguous() for points in (goal, start))
+        found, left = (values.mT.reshape(goal.shape).to(device) for values in self.solve(ends, here, steps, tolerance))
+        return found, left
 
     def solve(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
         """x, (D, N), and x + u(x) − goal, by Newton's method; a step that does not help is halved."""
-        here, active, step = start, torch.arange(goal.shape[1]), torch.ones(goal.shape[1])
+        here, step = start, goal.new_ones(goal.shape[1])
+        active = torch.arange(goal.shape[1], device=goal.device)
         residual, error, slopes = self.missed(here, goal)
         best, rest = here.clone(), residual.clone()
         for _ in range(steps):

@@ -191,7 +191,7 @@ def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, wor
     """The part of `register_pair` that follows the map: its inverse, the warped scans, scores and the report."""
     device, made, world = choose_device(options.device), found.made, found.transform
     loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
-    inverse, metrics = _invert(world, case, mirrored=made.is_mirrored)
+    inverse, metrics = _invert(world, case, device, mirrored=made.is_mirrored)
     metrics |= solution.metrics
     warped = world_transform.apply(world, case.moving, case.fixed)
     spread = _spread(loaded.network, pair, work) if options.certainty else None
@@ -312,7 +312,9 @@ def _best(
     return climb(first, options, work, callback, device=device, case=case) if climbs else first
 
 
-def _invert(world: WorldTransform, case: Case, *, mirrored: bool) -> tuple[WorldTransform, dict[str, float]]:
+def _invert(
+    world: WorldTransform, case: Case, device: torch.device, *, mirrored: bool
+) -> tuple[WorldTransform, dict[str, float]]:
     """The inverse, and metrics of both maps. Where the scan was `mirrored` on purpose, folds are what was not."""
     if world.is_linear:
         exact = dict.fromkeys(("inverse_consistency_mm", "inverse_error_mm", "inverse_error_max_mm"), 0.0)
@@ -325,7 +327,8 @@ def _invert(world: WorldTransform, case: Case, *, mirrored: bool) -> tuple[World
         "folds_percent": world_transform.folds_percent(determinants),
         "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),
     }
-    inverse, residual = world_transform.invert(world, case.moving)
+    used = device if device.type == "cuda" else "cpu"
+    inverse, residual = world_transform.invert(world, case.moving, device=used)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
     errors = {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
