@@ -10,9 +10,9 @@ Scans are reoriented to the axes closest to RAS and resampled to the network's g
 own grid; hearts and abdominal MRI keep their slices). For networks that learn rotations, `--isotropic` uses cubic
 voxels of that many mm around the centre of the scan instead, with zeros beyond the scan. `--labels-only` packs only the
 labels of `dev` and `val`, for instance on a finer grid than the images. `--structures` adds NAME/structures, a label
-map of the structures of `carlreg.model.structures` (255 where a voxel's structure is none of them but not background),
-for the sets whose labels name them. The last three training subjects of each set
-(patients of `cardiac`) are kept back as `dev`.
+map of the structures of `structure_net.py` (255 where a voxel is part of one, but the labels do not tell of which), for
+the sets whose labels name them. The last three training subjects of each set (patients of `cardiac`) are kept back as
+`dev`.
 
 For `brain_maps`, which has label maps only, NAME is the whole map and NAME/labels the subcortical structures, numbered
 as in `brain`. Lung CT is packed in steps of 8 HU from −1024; both of its pairs are for training. With `--most-mib`, the
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import zlib
 from pathlib import Path
 
@@ -33,8 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carlreg.geometry.grids import Grid, interpolate
-from carlreg.model.structures import STRUCTURES
 from carlreg.objective.losses import gaussian_blur
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from experiments.base.structure_net import STRUCTURES
 
 SIDE = 96
 DEV = 3

@@ -1,4 +1,4 @@
-"""Train the network that recognises structures, `carlreg.model.structures`, on all labelled sets, in any contrast.
+"""Train a network that recognises structures, `structure_net.py`, on all labelled sets, in any contrast.
 
     python experiments/base/prepare.py DATA carry/heart.npz --sets cardiac --side 160 --structures --most-mib 18
     python experiments/base/prepare.py DATA carry/brain.npz --sets brain brain_maps --side 128 --structures \
@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from carlreg.fast.precision import mixed_precision
-from carlreg.model.structures import SIDED, STRUCTURES, StructureNet, mirrored
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from experiments.base.structure_net import SIDED, STRUCTURES, StructureNet, mirrored
 from experiments.base.universal import VALUES, Mixture, Pair, View, other_contrast
 
 MIX = {

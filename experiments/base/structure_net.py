@@ -1,7 +1,6 @@
 """A network that recognises anatomical structures, in any contrast: the probability of each at every voxel.
 
-It is not part of the paper. Where the intensities of two scans do not tell which point belongs to which, the structures
-do: the optimisation of the fields makes them overlap (`objective.overlap`), and the verdict asks whether they do.
+It is not part of the package, nor of the paper: README.md tells what came of it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ STRUCTURES = (
     *("inferior vena cava", "portal and splenic veins", "pancreas", "right adrenal", "left adrenal"),
     *("anterior hippocampus", "posterior hippocampus"),
 )
-"""Structures that the shipped network knows; in label maps, structure n of this list has the value n + 1."""
+"""Structures that the network knows; in label maps, structure n of this list has the value n + 1."""
 WIDTHS = (24, 48, 80, 96, 96)
 
 
