@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
+from carlreg.cohort.threads import threads_in_all
 from carlreg.cohort.work import (
     TRIES,
     Answer,
@@ -32,6 +33,9 @@ from carlreg.cohort.work import (
     answer,
     continued,
 )
+
+WRITERS, CORES = 3, 4
+"""Results that are written side by side beside a GPU, at most, and the CPU threads for which there is one of them."""
 
 
 @dataclass(frozen=True)
@@ -113,28 +117,29 @@ class _Here:
 
 
 class _Overlapped:
-    """This process as the only worker, which reads the next task and writes the last one while it computes.
+    """This process as the only worker, which reads the next task and writes the last ones while it computes.
 
-    Answers come in the order of the tasks. Three of them are in memory at most: one that is read, one that is computed,
-    and one that is written.
+    Answers come in the order of the tasks. One of them is read, one is computed, and as many are written as there are
+    writers; no more are in memory.
     """
 
     deaths = TRIES
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, writers: int | None = None) -> None:
         self._stages = stages
-        self._reader, self._writer = ThreadPoolExecutor(1, "reader"), ThreadPoolExecutor(1, "writer")
+        self._writers = writers or max(1, min(WRITERS, threads_in_all() // CORES))
+        self._reader, self._writer = ThreadPoolExecutor(1, "reader"), ThreadPoolExecutor(self._writers, "writer")
         self._reading, self._writing = deque[tuple[int, Future[Answer]]](), deque[tuple[int, Future[Answer]]]()
 
     def free(self) -> bool:
-        return len(self._reading) < 2 and len(self._reading) + len(self._writing) < 3
+        return len(self._reading) < 2 and len(self._reading) + len(self._writing) < 2 + self._writers
 
     def submit(self, number: int, task: Any) -> None:
         self._reading.append((number, self._reader.submit(answer, self._stages.read, task)))
 
     def wait(self) -> Iterable[tuple[int, Answer]]:
         waiting = self._writing
-        if waiting and (waiting[0][1].done() or len(waiting) > 1 or not self._reading):
+        if waiting and (waiting[0][1].done() or len(waiting) > self._writers or not self._reading):
             number, written = waiting.popleft()
             return [(number, written.result())]
         number, read = self._reading.popleft()
