@@ -5,6 +5,12 @@
 DATA has `brain/val`, `abdomen/val` and `hippocampus/val`, each with NAME.nii.gz and NAME_labels.nii.gz. Dice is of the
 network alone, after optimisation of the fields on at most 96 voxels a side, and as by default, for the first `--pairs`
 pairs of neighbours in each list of subjects. Results are written after every part; `--seconds` starts nothing later.
+
+The part "weights" compares the fields with the network's weights, as in the paper, and with both, one after the other.
+The part "others" runs ANTs and greedy on the same pairs of brains and abdomens, with settings for a quick answer and
+for a better one; it has to be asked for:
+
+    PYTHONPATH=src python benchmarks/answer.py DATA --out answer-others.json --work /tmp/answer --parts others
 """
 
 from __future__ import annotations
@@ -19,25 +25,30 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from carlreg.evaluation.baselines import ants, greedy
 from carlreg.fast.devices import choose_device
+from carlreg.files import world_transform
 from carlreg.files.atomic import write_atomically
-from carlreg.files.world_transform import folds_percent, jacobian_determinant
+from carlreg.files.tables import Pair
+from carlreg.files.world_transform import PointMap, folds_percent, jacobian_determinant
 from carlreg.geometry.transforms import Identity
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.fields import optimize_fields
 from carlreg.objective.metrics import mean_score
 from carlreg.registration import solve
 from carlreg.registration.api import Alignment, align_pair
-from carlreg.registration.case import score
-from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.case import Case, score
+from carlreg.registration.options import Optimize, PairInputs, RegisterOptions
 from carlreg.registration.progress import Progress
+from carlreg.registration.similarity import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -60,7 +71,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="default")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of each set for Dice")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "others"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of the part dice")
+    parser.add_argument("--others", nargs="+", choices=OTHERS, default=list(OTHERS), help="programs of the part others")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no part after this time")
     arguments = parser.parse_args()
     begin, device = time.monotonic(), choose_device(arguments.device)
@@ -68,6 +81,7 @@ def main() -> None:
     report |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "model": arguments.model}
     model = load_model(arguments.model, device)
     bench = Bench(arguments.data, arguments.work, model, arguments.model, str(device), arguments.pairs)
+    bench.kinds, bench.others = arguments.kinds, arguments.others
     report["sha256"] = model.provenance.get("sha256")
     for name in arguments.parts:
         for row in PARTS[name](bench):
@@ -88,6 +102,9 @@ def name_of(device: torch.device) -> str:
 class Bench:
     """The pairs, and the model that registers them."""
 
+    kinds: Sequence[str]
+    others: Sequence[str]
+
     def __init__(self, data: Path, work: Path, model: LoadedModel, name: str, device: str, count: int) -> None:
         self.data, self.work, self.model, self.name, self.device, self.count = data, work, model, name, device, count
 
@@ -100,10 +117,13 @@ class Bench:
         fixed, moving = files
         return PairInputs(fixed=fixed, moving=moving, fixed_seg=labels_of(fixed), moving_seg=labels_of(moving))
 
-    def align(self, files: Files, steps: int | None = None, finest: int = solve.FINEST) -> tuple[Alignment, Progress]:
+    def align(
+        self, files: Files, steps: int | None = None, finest: int = solve.FINEST, optimize: Optimize = "auto"
+    ) -> tuple[Alignment, Progress]:
         """Without results on a disk; `steps` of 0 are the network alone."""
         work, usual = Progress(), solve.FINEST
-        options = RegisterOptions(device=self.device, io_iterations=steps, allow_identity=steps != 0, confidence="off")
+        options = RegisterOptions(device=self.device, io_iterations=steps, optimize=optimize, confidence="off")
+        options = replace(options, allow_identity=steps != 0)
         solve.FINEST = finest
         try:
             return align_pair(self.inputs(files), self.model, options, work), work
@@ -177,24 +197,72 @@ def lists(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def dice(bench: Bench) -> Iterator[dict[str, Any]]:
     """Network alone, fields on at most 96 voxels a side, and the default; folds of the latter."""
-    for name, wanted in SETS.items():
+    for name in SETS:
         for files in bench.files(name)[: bench.count]:
             row: dict[str, Any] = {"set": name, "pair": [path.name for path in files]}
-            for kind, options in (("network", {"steps": 0}), ("fields_96", {"finest": 96}), ("default", {})):
-                alignment, work = bench.align(files, **options)
-                scores = score(alignment.case, alignment.before, alignment.transform)[1]
-                row[kind] = round(mean_score({k: v for k, v in scores["after"].items() if k in wanted}), 4)
-            row["before"] = round(mean_score({k: v for k, v in scores["before"].items() if k in wanted}), 4)
+            for kind in bench.kinds:
+                alignment, work = bench.align(files, **KINDS[kind])
+                row["before"], row[kind] = scored(name, alignment.case, alignment.transform)
             row["folds_percent"] = folds_percent(jacobian_determinant(alignment.transform, alignment.case.fixed))
             yield row | {"seconds": work.seconds(), "warnings": work.warnings}
+
+
+def scored(name: str, case: Case, transform: PointMap) -> tuple[float, float]:
+    """Mean Dice before and after."""
+    scores = score(case, lambda points: points, transform)[1]
+    before, after = ({k: v for k, v in scores[when].items() if k in SETS[name]} for when in ("before", "after"))
+    return round(mean_score(before), 4), round(mean_score(after), 4)
+
+
+def weights(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Seconds of the optimisation and Dice: of the network's weights, and of the fields after them."""
+    for name in ("brain", "abdomen"):
+        for files in bench.files(name)[: bench.count]:
+            alignment, work = bench.align(files, optimize="weights")
+            made, case = alignment.made, alignment.case
+            row: dict[str, Any] = {"set": name, "pair": [path.name for path in files]}
+            row |= {"weights": scored(name, case, alignment.transform)[1], "weights_s": work.seconds()["optimisation"]}
+            assert made.solution.maps is not None
+            network, begin = made.model.on_grid(made.pair.fixed.tensor.shape[2:]).network, time.perf_counter()
+            comparison = compare(RegisterOptions(device=bench.device), made.solution.maps[0], made.pair)
+            found = solve._optimize(network, made.solution.maps, comparison, made.pair, "fields", None)
+            phi = found.result.transform.map_tensors(lambda tensor: tensor.detach().float().cpu())
+            row["fields_after_s"] = round(time.perf_counter() - begin, 2)
+            images = made.pair.fixed.image, made.pair.moving.image
+            row["fields_after"] = scored(name, case, world_transform.to_world(phi, *images, grid=case.fixed))[1]
+            yield row
+
+
+def others(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Other programs on this machine's CPU: Dice, and seconds of the registration alone."""
+    for other in bench.others:
+        for name in ("brain", "abdomen"):
+            for files in bench.files(name)[: bench.count]:
+                inputs = bench.inputs(files)
+                case = Case.read(inputs)
+                found = OTHERS[other](Pair("pair", *files), case.fixed, case.moving)
+                row = {"program": other, "set": name, "pair": [path.name for path in files]}
+                after = scored(name, case, found.transform)[1]
+                yield row | {"dice": after, "seconds": round(found.seconds, 1)}
+
+
+KINDS: dict[str, dict[str, Any]] = {"network": {"steps": 0}, "fields_96": {"finest": 96}, "default": {}}
+OTHERS = {
+    "ANTs SyNQuick": ants("antsRegistrationSyNQuick[s]"),
+    "greedy": greedy(),
+    "greedy, five times the steps": greedy("500x250x50"),
+    "ANTs SyN": ants("SyN"),
+}
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "times": times,
     "memory": memory,
     "commands": commands,
-    "dice": dice,
     "lists": lists,
+    "dice": dice,
+    "weights": weights,
+    "others": others,
 }
 
 if __name__ == "__main__":

@@ -73,23 +73,28 @@ def ants(kind: str) -> Method:
     return run
 
 
-def greedy(pair: Pair, fixed: Image, moving: Image) -> Result:
-    """PICSL's greedy: an affine map from the images' centres, then a deformation, both by NCC."""
-    package = _import("picsl_greedy", "picsl-greedy")
-    program = package.Greedy3D() if fixed.dim == 3 else package.Greedy2D()
-    radius = "x".join("2" * fixed.dim)
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = _written(folder, fixed, moving)
-        common = f"-i {first} {second} -m NCC {radius} -n 100x50x10"
-        started = time.perf_counter()
-        program.execute(f"{common} -a -dof 12 -ia-image-centers -o {folder}/affine.mat")
-        program.execute(f"{common} -it {folder}/affine.mat -o {folder}/warp.nii.gz")
-        seconds = time.perf_counter() - started
-        field = transform_files.read(f"{folder}/warp.nii.gz")
-        matrix = np.loadtxt(f"{folder}/affine.mat")  # RAS
-    assert isinstance(field, WorldTransform)
-    flip = np.diag([-1.0, -1.0, *(1.0,) * (fixed.dim - 1)])
-    return Result(WorldTransform(flip @ matrix @ flip, field.displacement, field.lattice), seconds=seconds)
+def greedy(iterations: str = "100x50x10") -> Method:
+    """PICSL's greedy: an affine map from the images' centres, then a deformation, both by NCC, with so many iterations
+    on each grid."""
+
+    def run(pair: Pair, fixed: Image, moving: Image) -> Result:
+        package = _import("picsl_greedy", "picsl-greedy")
+        program = package.Greedy3D() if fixed.dim == 3 else package.Greedy2D()
+        radius = "x".join("2" * fixed.dim)
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = _written(folder, fixed, moving)
+            common = f"-i {first} {second} -m NCC {radius}"
+            started = time.perf_counter()
+            program.execute(f"{common} -n 100x50x10 -a -dof 12 -ia-image-centers -o {folder}/affine.mat")
+            program.execute(f"{common} -n {iterations} -it {folder}/affine.mat -o {folder}/warp.nii.gz")
+            seconds = time.perf_counter() - started
+            field = transform_files.read(f"{folder}/warp.nii.gz")
+            matrix = np.loadtxt(f"{folder}/affine.mat")  # RAS
+        assert isinstance(field, WorldTransform)
+        flip = np.diag([-1.0, -1.0, *(1.0,) * (fixed.dim - 1)])
+        return Result(WorldTransform(flip @ matrix @ flip, field.displacement, field.lattice), seconds=seconds)
+
+    return run
 
 
 def convex_adam(pair: Pair, fixed: Image, moving: Image) -> Result:
@@ -128,7 +133,7 @@ BASELINES: dict[str, Method] = {
     "identity": identity,
     "ants-affine": guarded(ants("Affine")),
     "ants-synquick": guarded(ants("antsRegistrationSyNQuick[s]")),
-    "greedy": guarded(greedy),
+    "greedy": guarded(greedy()),
     "convexadam": guarded(convex_adam),
 }
 """The methods that `carl evaluate --method NAME=...` runs by name."""
