@@ -34,10 +34,12 @@ TABLES: dict[str, Table] = {}
 
 
 def table(function: Callable[[], Iterable[Sequence[str]]]) -> Callable[[], Iterable[Sequence[str]]]:
-    """Register a table: the function yields its rows, the header first."""
+    """Register a table: the function yields its rows, the header first. Without rows, it is one line of text."""
 
     def text() -> str:
         header, *rows = function()
+        if not rows:
+            return "Not measured yet.\n"
         lines = [header, ["---"] * len(header), *rows]
         return "".join(
             "|" + "|".join("---" if cell == "---" else f" {cell} " for cell in line) + "|\n" for line in lines
@@ -251,6 +253,120 @@ def attention_accuracy() -> Iterator[Sequence[str]]:
         gradients = [f"{100 * measured[key]:.2f} %" for key in ("query_gradient_relative", "key_gradient_relative")]
         yield entry["features"], *distances, *gradients
 
+
+# ---- the default answer ---------------------------------------------------------------------------------------------
+
+
+def answers() -> dict[str, Any]:
+    """What benchmarks/answer.py measured on a GPU and on a CPU, as far as it did, by the name of the file."""
+    names = [f"answer-{kind}" for kind in ("gpu", "cpu")]
+    return {name: benchmark(name) for name in names if (ROOT / "benchmarks" / "results" / f"{name}.json").exists()}
+
+
+def machine(report: Mapping[str, Any]) -> str:
+    return str(report["machine"]).removeprefix("x86_64, ")
+
+
+def seconds_of(*values: float) -> str:
+    return " + ".join(f"{value:.2f}" if value < 9.995 else number(value) for value in values) + " s"
+
+
+ANSWER: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "network + optimisation, a pair of brains": (
+        "times",
+        lambda row: seconds_of(*(row["seconds"][part] for part in ("network", "optimisation"))),
+    ),
+    "the same, first run": (
+        "times",
+        lambda row: seconds_of(*(row["first"][part] for part in ("network", "optimisation"))),
+    ),
+    "the same bits in each run": ("times", lambda row: "yes" if row["same_bits"] else "no"),
+    "peak memory of the optimisation": ("memory", lambda row: f"{row['peak_gb']:.1f} GB at {row['side']}³"),
+    "whole command, first": ("commands", lambda row: seconds_of(row["first_s"])),
+    "whole command, second": ("commands", lambda row: seconds_of(row["seconds"])),
+    "folder of results": ("commands", lambda row: f"{row['folder_mb']:.0f} MB"),
+    "list of pairs of brains, each": ("lists", lambda row: f"{seconds_of(row['each'])}, of {row['pairs']} pairs"),
+}
+"""Rows: the part of the results, and what is shown of its row."""
+
+
+@table
+def default_answer() -> Iterator[Sequence[str]]:
+    """One column for each machine."""
+    found = answers()
+    yield "", *(f"[{machine(report)}](../benchmarks/results/{name}.json)" for name, report in found.items())
+    for what, (part, shown) in ANSWER.items():
+        cells = [shown(report[part][0]) if report.get(part) else "" for report in found.values()]
+        if any(cells):
+            yield what, *cells
+    if found:
+        yield "commit", *(report["commit"] for report in found.values())
+
+
+DICE = ("before", "network", "fields_96", "default")
+
+
+@table
+def default_dice() -> Iterator[Sequence[str]]:
+    yield "", "machine", "pairs", "before", "network", "fields, at most 96 a side", "default", "folds, %"
+    for name, words in SETS.items():
+        for report in answers().values():
+            if rows := [row for row in report.get("dice", []) if row["set"] == name]:
+                columns = {key: [row[key] for row in rows if key in row] for key in (*DICE, "folds_percent")}
+                cells = [f"{mean(columns[key]):.3f}" if len(columns[key]) == len(rows) else "" for key in DICE]
+                folds = f"{mean(columns['folds_percent']):.4f}" if cells[-1] else ""
+                yield words, machine(report), str(len(rows)), *cells, folds
+
+
+def beside() -> dict[str, tuple[int, dict[str, tuple[float, float]]]]:
+    """By set: the number of pairs that the default answer and all other programs have, and mean Dice and median
+    seconds over them. Without other programs, nothing."""
+    found = answers()
+    shown = {}
+    for name in SETS:
+        ours: dict[str, dict[tuple[str, ...], tuple[float, float]]] = {}
+        others: dict[str, dict[tuple[str, ...], tuple[float, float]]] = {}
+        for report in found.values():
+            for row in report.get("dice", []):
+                if row["set"] == name and "default" in row:
+                    seconds = sum(row["seconds"].get(part, 0.0) for part in ("network", "optimisation"))
+                    rows = ours.setdefault(f"carlreg, {machine(report)}", {})
+                    rows[tuple(row["pair"])] = row["default"], seconds
+        for row in found.get("answer-cpu", {}).get("others", []):
+            if row["set"] == name:
+                others.setdefault(row["program"], {})[tuple(row["pair"])] = row["dice"], row["seconds"]
+        every = ours | others
+        if others and (pairs := sorted(set.intersection(*map(set, every.values())))):
+            scores = {
+                program: (mean(rows[pair][0] for pair in pairs), median(rows[pair][1] for pair in pairs))
+                for program, rows in every.items()
+            }
+            shown[SETS[name]] = len(pairs), scores
+    return shown
+
+
+@table
+def default_and_others() -> Iterator[Sequence[str]]:
+    sets = beside()
+    yield (
+        "",
+        *(text for words, (count, _) in sets.items() for text in (f"{words}, {count} pair{'s' * (count > 1)}", "s")),
+    )
+    for program in dict.fromkeys(program for _, scores in sets.values() for program in scores):
+        cells = []
+        for _, scores in sets.values():
+            dice, seconds = scores.get(program, (None, None))
+            cells += ["" if dice is None else f"{dice:.3f}", "" if seconds is None else number(seconds)]
+        yield program, *cells
+
+
+def time_and_dice() -> str:
+    """The plot of the table before, where there is one."""
+    text = "Dice against seconds of the default answer and of other programs"
+    return f"![{text}](../benchmarks/results/time-and-dice.png)\n" if beside() else ""
+
+
+TABLES["time_and_dice"] = time_and_dice
 
 # ---- the trained models ---------------------------------------------------------------------------------------------
 
@@ -1060,6 +1176,10 @@ def plots(folder: Path) -> Iterator[tuple[Path, Path]]:
     measured = copied(ROOT / "benchmarks/results", folder / "benchmarks")
     script("benchmarks/run.py").plot(measured)
     yield ROOT / "benchmarks/results/gpu.png", measured / "gpu.png"
+    if sets := beside():
+        points = {words: scores for words, (_, scores) in sets.items()}
+        script("benchmarks/beside.py").draw(points, folder / "time-and-dice.png")
+        yield ROOT / "benchmarks/results/time-and-dice.png", folder / "time-and-dice.png"
 
 
 def copied(results: Path, folder: Path) -> Path:
@@ -1096,10 +1216,12 @@ def stale_pages() -> list[Path]:
 
 
 def differs(one: Path, other: Path) -> bool:
-    """Whether two plots differ in size, or in content after both are downsampled."""
+    """Whether two plots differ in size, or in content after both are downsampled; a missing one does."""
     import numpy as np
     from PIL import Image
 
+    if not one.exists():
+        return True
     first, second = (Image.open(path).convert("L") for path in (one, other))
     if any(abs(a - b) > 2 for a, b in zip(first.size, second.size, strict=True)):
         return True

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import subprocess
@@ -301,6 +302,50 @@ def test_a_changed_figure_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     Image.open(plot).convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(tmp_path / "mirrored.png")
     assert not figures.differs(plot, plot)
     assert figures.differs(plot, tmp_path / "mirrored.png")
+
+
+def test_tables_of_the_default_answer_show_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Parts, pairs and programs may be missing. Other programs are compared on pairs that all have."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    import figures
+
+    draw = figures.script("benchmarks/beside.py").draw
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    names = ("default_answer", "default_dice", "default_and_others", "time_and_dice")
+    assert [figures.TABLES[name]() for name in names] == ["Not measured yet.\n"] * 3 + [""]
+
+    def measured(kind: str, **parts: list[dict[str, object]]) -> None:
+        path = tmp_path / f"benchmarks/results/answer-{kind}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"commit": "abc", "machine": f"x86_64, {kind}", **parts}))
+
+    def row(pair: str, dice: float, seconds: float) -> dict[str, object]:
+        spent = {"reading": 9.0, "network": 1.0, "optimisation": seconds - 1, "total": 99.0}
+        return {
+            "set": "brain",
+            "pair": [pair, "b"],
+            "before": 0.3,
+            "default": dice,
+            "folds_percent": 0,
+            "seconds": spent,
+        }
+
+    def other(name: str, pair: str, dice: float, seconds: float) -> dict[str, object]:
+        return {"program": name, "set": "brain", "pair": [pair, "b"], "dice": dice, "seconds": seconds}
+
+    measured("gpu", memory=[{"side": 192, "peak_gb": 7.12}], dice=[row("p", 0.8, 2), row("q", 0.9, 4)])
+    ours = "| carlreg, gpu | 0.900 | 4.0 |"
+    assert "| peak memory of the optimisation | 7.1 GB at 192³ |\n| commit | abc |" in figures.TABLES[names[0]]()
+    assert "| gpu | 2 | 0.300 |  |  | 0.850 | 0.0000 |" in figures.TABLES[names[1]]()
+    assert figures.TABLES[names[2]]() == "Not measured yet.\n"
+    measured("cpu", others=[other("ANTs", "p", 0.5, 30), other("ANTs", "q", 0.6, 40), other("greedy", "q", 0.7, 50)])
+    text = figures.TABLES[names[2]]()
+    assert "subcortical structures, 1 pair | s |" in text
+    assert text.endswith(f"{ours}\n| ANTs | 0.600 | 40.0 |\n| greedy | 0.700 | 50.0 |\n")
+    assert "time-and-dice.png" in figures.TABLES[names[3]]()
+    draw({words: scores for words, (_, scores) in figures.beside().items()}, tmp_path / "plot.png")
+    assert not figures.differs(tmp_path / "plot.png", tmp_path / "plot.png")
+    assert figures.differs(tmp_path / "none.png", tmp_path / "plot.png")
 
 
 def test_every_table_of_the_script_is_in_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
