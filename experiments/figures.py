@@ -683,6 +683,26 @@ def encoder_widths() -> Iterator[Sequence[str]]:
         yield str(width), *three(scores[key]["dice"] for key in SETS)
 
 
+@table
+def structures() -> Iterator[Sequence[str]]:
+    """Dice of the network that recognises structures."""
+    yield "", "structures", "dev", "val", "subcortical: dev", "val"
+    scores = result("base/results/structures-1.json")
+    for words, kind in (
+        ("brain", "brain"),
+        ("the same, in another contrast", "brain_other_contrast"),
+        ("rendered heads, each in its own contrast", "brain_maps"),
+        ("abdomen CT", "abdomen"),
+        ("abdomen MR", "abdomen_mr"),
+        ("heart", "cardiac"),
+        ("hippocampus", "hippocampus"),
+    ):
+        rows = [scores[split].get(kind, {}) for split in ("dev", "val")]
+        count = len(rows[0].keys() - {"mean", "subcortical"})
+        means = [f"{row[key]:.3f}" if key in row else "" for key in ("mean", "subcortical") for row in rows]
+        yield words, str(count), *means
+
+
 # ---- without a network ----------------------------------------------------------------------------------------------
 
 
