@@ -850,21 +850,46 @@ def guide() -> Iterator[Sequence[str]]:
 PROGRAMS = ("ANTs SyNQuick", "greedy", "ConvexAdam")
 
 
+def accuracies() -> Iterator[tuple[str, Any, Any]]:
+    """Each task with results, its scores, and those of the pairs that all methods share."""
+    run = script("experiments/accuracy/run.py")
+    for task, (name, labels) in run.TASKS.items():
+        whole = run.on_labels(run.Book.read(HERE / f"accuracy/results/{name}.json").evaluation(), labels)
+        if (shared := run.common(whole)).scores:
+            yield task, whole, shared
+
+
 @table
 def accuracy() -> Iterator[Sequence[str]]:
-    yield (
-        *("", "pairs", "boxes", "CARL", "with optimisation"),
-        *(*PROGRAMS, "CARL − ANTs, pairs where CARL is better"),
-    )
-    text = (HERE / "accuracy/results/table.md").read_text(encoding="utf-8")
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    cells = {(line[0], line[1]): line[2:] for line in lines[1:]}
-    for task in dict.fromkeys(task for task, _ in cells):
-        ours = [cells[task, method] for method in ("boxes aligned", "CARL", "CARL with optimisation")]
-        others = [cells[task, method][1] if (task, method) in cells else "" for method in PROGRAMS]
-        note = next(line for line in text.splitlines() if line.startswith(f"- {task}: ") and f"− {PROGRAMS[0]}" in line)
-        difference, better = re.findall(r"is (\S+) Dice.*better on (.*) pairs", note)[0]
-        yield task, ours[0][0], *(row[1] for row in ours), *others, f"{difference}, {better}"
+    run, tasks = script("experiments/accuracy/run.py"), list(accuracies())
+    names = {"boxes aligned": "boxes", run.AFFINE: "affine", "CARL": "CARL", run.BEST: "with optimisation"}
+    names |= dict.fromkeys(PROGRAMS, "")
+    means = {}
+    for task, whole, shared in tasks:
+        pairs = {scores.pair for scores in shared.scores}
+        for method in names:
+            if pairs <= run.scored_pairs(whole, method):
+                dice = [scores.figures["dice"] for scores in whole.of(method) if scores.pair in pairs]
+                means[task, method] = f"{mean(dice):.3f}"
+    shown = [method for method in names if any(key[1] == method for key in means)]
+    yield "", "pairs", *(names[method] or method for method in shown), "CARL − ANTs, 95 % interval", "CARL better"
+    for task, _, shared in tasks:
+        difference, better = "", ""
+        if (found := run.difference(shared, run.BEST, run.ANTS)) is not None:
+            low, high = found.interval
+            difference = f"{found.mean_difference:+.3f}, {low:+.3f} to {high:+.3f}"
+            better = f"{found.won} of {found.pairs}"
+        count = len({scores.pair for scores in shared.scores})
+        yield task, str(count), *(means.get((task, method), "") for method in shown), difference, better
+
+
+@table
+def accuracy_on_few() -> Iterator[Sequence[str]]:
+    """Methods that may have run on a few pairs alone, beside others on the same pairs."""
+    run = script("experiments/accuracy/run.py")
+    yield "", "method", "pairs", "Dice", "HD95, mm", "folds, %", "s", *(f"{method}, Dice" for method in run.BESIDE)
+    for task, whole, _ in accuracies():
+        yield from ((task, method, *cells) for method, cells in run.beside_others(whole))
 
 
 # ---- shifts and rotations -------------------------------------------------------------------------------------------

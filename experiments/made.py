@@ -20,6 +20,20 @@ def commit() -> str:
     return found or os.environ.get("COMMIT", "unknown")
 
 
+def tree() -> str:
+    """The git tree hash of src/carlreg, which stays the same while only other files are committed; with the suffix
+    "-dirty" if files there differ from the last commit, "unknown" without git."""
+    if shutil.which("git") is None:
+        return "unknown"
+
+    def git(*words: str) -> str:
+        root = Path(__file__).parents[1]
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=root).stdout.strip()
+
+    found = git("rev-parse", "--short=12", "HEAD:src/carlreg")
+    return found + "-dirty" * bool(git("status", "--porcelain", "src/carlreg")) if found else "unknown"
+
+
 def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} CPU cores"
 

@@ -34,6 +34,9 @@ SIDE = 24
 SUBJECTS = {"a": (0.0, 0.0, 0.0), "b": (3.0, 0.0, -1.0), "c": (0.0, -2.0, 2.0)}
 """Shift of each subject's structures relative to a's, in voxels."""
 CENTRES = {1: (7, 7, 7), 2: (16, 8, 8), 6: (8, 16, 15), 7: (16, 16, 16)}
+PLAIN = ("unregistered", "boxes aligned", "CARL", "CARL with optimisation")
+NOTHING = ("--carl-pairs", 0, "--ants-pairs", 0, "--other-pairs", 0)
+"""Register nothing: score what there is."""
 ORGANS, FIVE = ",".join(map(str, range(1, 14))), "1,2,3,6,11"
 
 
@@ -65,6 +68,11 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: object) -> None:
     runpy.run_path(str(EXPERIMENTS / script / "run.py"), run_name="__main__")
 
 
+def functions() -> dict[str, Any]:
+    """The functions of the script that scores."""
+    return runpy.run_path(str(EXPERIMENTS / "accuracy" / "run.py"))
+
+
 def put(place: Path, shift: tuple[float, ...], model: Path | None = None) -> None:
     """Write a result: fixed points move by this shift, and a little more in the middle."""
     place.mkdir(parents=True, exist_ok=True)
@@ -91,7 +99,8 @@ def shift_of(fixed: str, moving: str, share: float) -> tuple[float, ...]:
 
 @pytest.fixture
 def work(tmp_path: Path, model: Path) -> Path:
-    """Results: half of the true shift by the network, all of it with optimisation, a quarter by ANTs on four pairs."""
+    """Results: half of the true shift by the network, all of it with optimisation, a quarter by ANTs on four pairs and
+    by the affine map on two."""
     folder = tmp_path / "work"
     for number, (fixed, moving) in enumerate(names()):
         pair = f"{moving}_to_{fixed}"
@@ -99,6 +108,8 @@ def work(tmp_path: Path, model: Path) -> Path:
         put(folder / "carl" / "abdomen" / "fields" / pair, shift_of(fixed, moving, 1.0), model)
         if number < 4:
             put(folder / "ants" / "abdomen" / pair, shift_of(fixed, moving, 0.25))
+        if number < 2:
+            put(folder / "carl" / "abdomen" / "affine" / pair, shift_of(fixed, moving, 0.25), model)
     return folder
 
 
@@ -125,10 +136,10 @@ def evaluated(data: Path, work: Path, tmp_path: Path, labels: str) -> dict[str, 
     write_pairs(pairs, tmp_path / "pairs.csv")
     words = ["evaluate", str(tmp_path / "pairs.csv"), "--labels", labels, "--allow-missing-labels", "--overwrite"]
     words += ["--method", "unregistered=identity", "--out", str(tmp_path / "evaluated")]
-    for method, place in (("CARL", "network"), ("CARL with optimisation", "fields")):
+    for method, place in (("CARL, affine", "affine"), ("CARL", "network"), ("CARL with optimisation", "fields")):
         words += ["--method", f"{method}={work / 'carl' / 'abdomen' / place}"]
     words += ["--method", f"ANTs SyNQuick={work / 'ants' / 'abdomen'}"]
-    assert main(words) == 1  # ANTs has but four
+    assert main(words) == 1  # ANTs has but four, the affine map two
     found: dict[str, Any] = json.loads((tmp_path / "evaluated" / "scores.json").read_text(encoding="utf-8"))
     return found
 
@@ -137,11 +148,12 @@ def test_accuracy_is_what_carl_evaluate_says_of_the_same_files(
     data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    words = (data, work, "--sets", "abdomen", "--model", model, *NOTHING, "--pictures", "--out", out)
+    run(monkeypatch, "accuracy", *words)
     rows, told = scored(out), {labels: evaluated(data, work, tmp_path, labels) for labels in (ORGANS, FIVE)}
     others = {(row["method"], row["pair"]): row for row in told[ORGANS]["scores"] if not row["failures"]}
     assert {key for key in rows if not key[0].startswith("boxes")} == set(others)
-    assert len(others) == 6 + 6 + 6 + 4
+    assert len(others) == 6 + 2 + 6 + 6 + 4
     for key, row in others.items():
         for figure in ("dice", "hd95_mm", "folds_percent", "seconds", "dice_per_label", "hd95_mm_per_label"):
             assert rows[key][figure] == row[figure], (key, figure)
@@ -155,6 +167,15 @@ def test_accuracy_is_what_carl_evaluate_says_of_the_same_files(
             assert cells[:2] == ["4", f"{np.mean([dice[method, pair] for pair in four]):.3f}"]
             own = 4 if method.startswith("ANTs") else 6
             assert cells[-1] == f"{told[labels]['methods'][method]['dice']:.3f} ({own})"
+        cells = line(out, task, "CARL, affine")  # beside CARL, CARL with optimisation and ANTs on the same pairs
+        for cell, method in (
+            (1, "CARL, affine"),
+            (5, "CARL"),
+            (6, "CARL with optimisation"),
+            (7, "ANTs SyNQuick"),
+        ):
+            assert cells[cell] == f"{np.mean([dice[method, pair] for pair in four[:2]]):.3f}"
+        assert cells[0] == "2"
         (best,) = (
             one
             for one in told[labels]["comparisons"]
@@ -170,7 +191,7 @@ def test_what_is_scored_is_not_scored_again_until_its_file_changes(
     data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    words = (data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    words = (data, work, "--sets", "abdomen", "--model", model, *NOTHING, "--out", out)
     run(monkeypatch, "accuracy", *words, "--pairs", 2)
     first = scored(out)
     assert len({pair for _, pair in first}) == 2
@@ -194,6 +215,69 @@ def test_what_is_scored_is_not_scored_again_until_its_file_changes(
     assert len({pair for _, pair in scored(out)}) == 6
 
 
+def test_rows_of_other_images_go(
+    data: Path, work: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = (data, work, "--sets", "abdomen", "--model", model, *NOTHING, "--out", out)
+    run(monkeypatch, "accuracy", *words)
+    shutil.rmtree(work / "carl")
+    image = data / "abdomen" / "val" / "a.nii.gz"
+    write(from_array(np.ones((SIDE,) * 3, np.uint8), np.eye(4)), image, overwrite=True)
+    run(monkeypatch, "accuracy", *words)
+    assert {pair for method, pair in scored(out) if method == "CARL"} == {"b_to_c", "c_to_b"}
+    assert len({pair for method, pair in scored(out) if method == "boxes aligned"}) == 6
+
+    book, pairs_of = functions()["Book"], functions()["pairs_of"]
+    old = json.loads((out / "abdomen.json").read_text(encoding="utf-8"))
+    old["rows"] = [{key: value for key, value in row.items() if key != "inputs"} for row in old["rows"]]
+    for name, kept in (("abdomen", 0), ("hippocampus", len(old["rows"]))):  # hippocampi never changed
+        (out / f"{name}.json").write_text(json.dumps(old), encoding="utf-8")
+        assert len(book.open(out / f"{name}.json", sha256(model), pairs_of(data, name)).rows) == kept
+
+
+def test_pairs_of_two_modalities_and_of_two_phases(tmp_path: Path) -> None:
+    for name, cases in (
+        ("abdomen", ("20", "22")),
+        ("abdomen_mr", ("22", "31")),
+        ("cardiac", ("1_ED", "1_ES", "2_ED", "2_ES")),
+    ):
+        folder = tmp_path / name / "val"
+        folder.mkdir(parents=True)
+        for case in cases:
+            (folder / f"{case}.nii.gz").touch()
+            (folder / f"{case}_labels.nii.gz").touch()
+    pairs_of = functions()["pairs_of"]
+    hearts = {pair.name for pair in pairs_of(tmp_path, "cardiac")}
+    assert hearts == {"1_ED_to_1_ES", "1_ES_to_1_ED", "2_ED_to_2_ES", "2_ES_to_2_ED"}
+    both = {pair.name: pair for pair in pairs_of(tmp_path, "ct_mr")}
+    ways = [(f"ct{ct}", f"mr{mr}") for ct in (20, 22) for mr in (22, 31)]
+    assert sorted(both) == sorted(f"{a}_to_{b}" for one in ways for a, b in (one, one[::-1]))
+    pair = both["mr22_to_ct22"]
+    assert pair.fixed == tmp_path / "abdomen" / "val" / "22.nii.gz"
+    assert pair.moving_seg == tmp_path / "abdomen_mr" / "val" / "22_labels.nii.gz"
+
+
+def test_intervals_draw_subjects_and_not_pairs() -> None:
+    by_subject, generator = functions()["by_subject"], np.random.default_rng(1)
+    effects = dict(zip("abcdef", generator.normal(0, 1, 6), strict=True))
+    ordered = {f"{m}_to_{f}": effects[m] + effects[f] for f in effects for m in effects if f != m}
+    hearts = {f"{one}_ES_to_{one}_ED": effect for one, effect in effects.items()}
+    means: dict[str, list[float]] = {"ordered": [], "hearts": []}
+    for _ in range(4000):  # the reference: list every drawn pair
+        drawn = generator.choice(list(effects), 6)
+        found = [ordered[f"{m}_to_{f}"] for f in drawn for m in drawn if f != m]
+        if found:
+            means["ordered"].append(float(np.mean(found)))
+        means["hearts"].append(float(np.mean([effects[one] for one in drawn])))
+    for values, name in ((ordered, "ordered"), (hearts, "hearts")):
+        assert by_subject(values) == pytest.approx(np.percentile(means[name], [2.5, 97.5]), abs=0.1)
+        assert by_subject(values) == by_subject(values)
+    low, high = by_subject(ordered)
+    independent = np.percentile(generator.choice(list(ordered.values()), (4000, 30)).mean(axis=1), [2.5, 97.5])
+    assert high - low > 1.5 * (independent[1] - independent[0])
+
+
 def test_without_ants_it_says_so_and_the_others_go_on(
     data: Path,
     work: Path,
@@ -205,18 +289,14 @@ def test_without_ants_it_says_so_and_the_others_go_on(
     monkeypatch.setitem(sys.modules, "ants", None)  # as if it were not installed
     shutil.rmtree(work / "ants")
     out = tmp_path / "out"
-    run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
+    words = (data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
+    run(monkeypatch, "accuracy", *words, "--methods", *PLAIN, "ANTs SyNQuick")
     said = capsys.readouterr().out
     assert "antspyx is not installed: skipping ANTs SyNQuick" in said
     assert "abdomen, ANTs SyNQuick: 0 of 6 pairs are scored" in said
     assert "CARL with optimisation and ANTs SyNQuick have no pair in common yet" in said
     assert line(out, "abdomen, 13 organs", "CARL")[0] == "2"
-    assert {method for method, _ in scored(out)} == {
-        "unregistered",
-        "boxes aligned",
-        "CARL",
-        "CARL with optimisation",
-    }
+    assert {method for method, _ in scored(out)} == set(PLAIN)
     assert not (work / "ants").exists()
 
 
@@ -235,13 +315,15 @@ def test_ants_runs_on_so_many_pairs_a_call_and_never_twice(
     monkeypatch.setitem(sys.modules, "ants", package)
     monkeypatch.setitem(BASELINES, "ants-synquick", stand_in)
     out = tmp_path / "out"
-    words = (data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--out", out)
+    words = (data, work, "--sets", "abdomen", "--model", model, "--pairs", 2, "--carl-pairs", 0, "--out", out)
     for expected in (1, 2, 2):
         run(monkeypatch, "accuracy", *words, *(("--ants-pairs", 1) if expected == 1 else ()))
         assert len(calls) == len(set(calls)) == expected
         rows = [row for (method, _), row in scored(out).items() if method == "ANTs SyNQuick"]
         assert [row["seconds"] for row in rows] == [7.0] * expected
         assert line(out, "abdomen, 13 organs", "CARL")[0] == str(expected)
+        assert all(row["made"]["program"].startswith("antspyx ") for row in rows)
+        assert all(set(row["inputs"]) == {"fixed", "moving", "fixed_seg", "moving_seg"} for row in rows)
     assert sorted(path.name for path in (work / "ants" / "abdomen").iterdir()) == sorted(calls)
 
 
@@ -253,7 +335,7 @@ def test_a_failure_of_ants_is_told_and_the_table_has_the_other_pairs(
         (place / name).unlink()
     (place / "report.json").write_text('{"failure": "RuntimeError: it fell over"}', encoding="utf-8")
     out = tmp_path / "out"
-    words = (data, work, "--sets", "abdomen", "--model", model, "--ants-pairs", 0, "--out", out)
+    words = (data, work, "--sets", "abdomen", "--model", model, *NOTHING, "--out", out)
     with pytest.raises(SystemExit, match="1 failed"):
         run(monkeypatch, "accuracy", *words)
     assert line(out, "abdomen, 13 organs", "ANTs SyNQuick")[0] == "3"
@@ -265,8 +347,9 @@ def test_results_of_another_model_are_not_taken_for_this_one(
 ) -> None:
     other = tmp_path / "other.safetensors"
     save(carl(3, 2, width=8, **SMALL), other, metadata={"grid": "16 16 16", "of": "another"})
+    words = (data, work, "--sets", "abdomen", "--model", other, "--out", tmp_path / "out")
     with pytest.raises(SystemExit, match="was not made by"):
-        run(monkeypatch, "accuracy", data, work, "--sets", "abdomen", "--model", other, "--out", tmp_path / "out")
+        run(monkeypatch, "accuracy", *words, "--methods", "CARL")
 
 
 def test_registrations_of_the_native_run_are_kept_and_scored(
@@ -292,7 +375,7 @@ def test_registrations_of_the_native_run_are_kept_and_scored(
     # The second pair is missing, so it is registered.
     for fixed, moving in names():
         put(work / "carl" / "hippocampus" / "fields" / f"{moving}_to_{fixed}", shift_of(fixed, moving, 1.0), model)
-    run(monkeypatch, "accuracy", *words, "--pairs", 2, "--ants-pairs", 0, "--out", tmp_path / "out")
+    run(monkeypatch, "accuracy", *words, "--pairs", 2, "--methods", *PLAIN, "--out", tmp_path / "out")
     rows = scored(tmp_path / "out", "hippocampus")
     assert rows["CARL", kept.name]["dice"] == row["after"]
     assert rows["unregistered", kept.name]["dice"] == row["before_headers"]
@@ -300,3 +383,5 @@ def test_registrations_of_the_native_run_are_kept_and_scored(
     (second,) = {pair for _, pair in rows} - {kept.name}
     assert (kept.parent / second / "transform.h5").is_file()
     assert rows["CARL", second]["transform"] == sha256(kept.parent / second / "transform.h5")
+    assert set(rows["CARL", second]["made"]) == {"commit", "tree"}
+    assert "made" not in rows["CARL", kept.name]  # kept by the other script

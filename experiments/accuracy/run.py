@@ -1,28 +1,33 @@
-"""Score CARL, ANTs SyNQuick, greedy and ConvexAdam on the validation pairs, in the images' own space.
+"""Score CARL, ANTs SyNQuick, ANTs SyN, greedy and ConvexAdam on the validation pairs, in the images' own space.
 
-    python experiments/native/run.py ../shared/data work --kinds network fields --keep work/carl
     python experiments/accuracy/run.py ../shared/data work
 
-Brains are scored on 14 subcortical structures and abdomens on 13 organs and on 5 of them, over all ordered pairs;
-hippocampi on 2 parts, over 40 pairs. CARL's results are read from work/carl/SET/KIND/PAIR, where experiments/native
-keeps them; missing ones are made with `carl register`. Results of ANTs are kept in work/ants/SET/PAIR, as by
-`carl evaluate --save`, those of the others in work/greedy and work/convexadam; a missing one is computed if the program
-is installed. Each result is scored once: its row in results/SET.json has the checksum of its transform. So the script
-can be stopped and continues where it stopped.
+Brains are scored on 14 subcortical structures, abdomens on 13 organs and on 5 of them, MR of abdomens and pairs of CT
+and MR on 4 organs, over all ordered pairs; hearts on 3 structures, from the end of diastole to that of systole and
+back; hippocampi on 2 parts, over 40 pairs. Results of CARL are kept in work/carl/SET/KIND/PAIR; missing ones are made
+with `carl register`. Those of ANTs SyNQuick are kept in work/ants/SET/PAIR, as by `carl evaluate --save`, those of the
+others in work/ants-syn, work/greedy and work/convexadam; a missing one is computed if the program is installed. Each
+result is scored once: its row in results/SET.json has the checksums of its transform and of the pair's files. So the
+script can be stopped and continues where it stopped. Processes that run at the same time need different sets.
 
-Writes results/SET.json, the box plots SET.png, the best, median and worst pair SET_pairs.png, and table.md for all
-sets.
+Writes results/SET.json, the box plots SET.png, table.md for all sets, and on request SET_pairs.png with the best, the
+median and the worst pair.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import importlib.util
 import json
 import math
+import random
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +35,10 @@ from typing import Any
 import numpy as np
 
 from carlreg.evaluation.api import Evaluation, box_plot
-from carlreg.evaluation.baselines import BASELINES, cached
+from carlreg.evaluation.baselines import BASELINES, ants, cached, guarded
 from carlreg.evaluation.scores import FIGURES, Scores, score
 from carlreg.evaluation.sources import Method, Result, identity, in_folder
+from carlreg.evaluation.statistics import Comparison
 from carlreg.files import world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checksums import sha256
@@ -45,27 +51,50 @@ from carlreg.paper_data import learn2reg, oasis
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from experiments.made import commit, machine, png
-from experiments.native.run import SEED, SETS, boxes, is_kept, keep, register, validation_pairs
+from experiments.made import commit, machine, png, tree
+from experiments.native import run as native
+from experiments.native.run import SEED, boxes, command, is_kept, keep, validation_pairs
 
 RESULTS = Path(__file__).with_name("results")
-NAMES = {"brain": oasis.LABELS, "abdomen": learn2reg.LABELS, "hippocampus": {1: "anterior", 2: "posterior"}}
+FOUR = (1, 2, 3, 6)
+SETS = native.SETS | {"abdomen_mr": FOUR, "ct_mr": FOUR, "cardiac": (1, 2, 3)}
+"""The sets, and the labels to score."""
+ORGANS = {label: learn2reg.LABELS[label] for label in FOUR}
+NAMES: dict[str, Mapping[int, str]] = {
+    "brain": oasis.LABELS,
+    "abdomen": learn2reg.LABELS,
+    "hippocampus": {1: "anterior", 2: "posterior"},
+    "abdomen_mr": ORGANS,
+    "ct_mr": ORGANS,
+    "cardiac": {1: "right ventricle", 2: "myocardium", 3: "left ventricle"},
+}
 TASKS = {
     "brain, 14 subcortical structures": ("brain", SETS["brain"]),
     "abdomen, 13 organs": ("abdomen", SETS["abdomen"]),
     "abdomen, 5 organs: spleen, kidneys, liver, pancreas": ("abdomen", (1, 2, 3, 6, 11)),
+    "abdomen MR, 4 organs": ("abdomen_mr", FOUR),
+    "abdomen, CT to MR and MR to CT, 4 organs": ("ct_mr", FOUR),
+    "heart, 3 structures": ("cardiac", SETS["cardiac"]),
     "hippocampus, 2 parts": ("hippocampus", SETS["hippocampus"]),
 }
-CARL = {"CARL": "network", "CARL with optimisation": "fields"}
+PLOTTED = ("brain", "abdomen", "hippocampus")
+"""Sets with a box plot."""
+UNCHANGED = ("brain", "hippocampus")
+"""Sets whose files have never changed, so that rows from before rows had checksums of them are still right."""
+AFFINE, BEST, ANTS, SYN = "CARL, affine", "CARL with optimisation", "ANTs SyNQuick", "ANTs SyN"
+CARL = {AFFINE: "affine", "CARL": "network", BEST: "fields"}
 """Our methods, and their names in experiments/native."""
-BEST, ANTS = "CARL with optimisation", "ANTs SyNQuick"
 OTHERS = {
-    ANTS: ("ants-synquick", "ants", "ants", "antspyx"),
-    "greedy": ("greedy", "greedy", "picsl_greedy", "picsl-greedy"),
-    "ConvexAdam": ("convexadam", "convexadam", "convexAdam", "convexAdam"),
+    ANTS: (BASELINES["ants-synquick"], "ants", "ants", "antspyx"),
+    SYN: (guarded(ants("antsRegistrationSyN[s]")), "ants-syn", "ants", "antspyx"),
+    "greedy": (BASELINES["greedy"], "greedy", "picsl_greedy", "picsl-greedy"),
+    "ConvexAdam": (BASELINES["convexadam"], "convexadam", "convexAdam", "convexAdam"),
 }
-"""Other programs: the name of the baseline, its folder in WORK, its module and its package."""
+"""Other programs: the method, its folder in WORK, its module and its package. ANTs SyN is the setting of
+antsRegistrationSyN.sh: cross-correlation, up to full resolution."""
 METHODS = ("unregistered", "boxes aligned", *CARL, *OTHERS)
+PARTIAL = (AFFINE, SYN)
+"""Methods that may run on a few pairs alone: they have a table of their own."""
 
 
 def main() -> None:
@@ -74,59 +103,115 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help="methods to run and score",
+    )
+    parser.add_argument(
         "--pairs", type=int, help="use the first N pairs of each set, in a random order with a fixed seed"
     )
     parser.add_argument("--model", default="default", help="name or file of a model (default: the default model)")
+    parser.add_argument("--kept", type=Path, help="folder of the results of CARL (default: WORK/carl)")
     parser.add_argument(
-        "--kept", type=Path, help="folder in which experiments/native kept its results (default: WORK/carl)"
+        "--carl-pairs", type=int, help="register at most N pairs of all sets in this run, by each of its three ways"
     )
-    parser.add_argument("--carl-pairs", type=int, help="register at most N pairs with CARL in this run")
-    parser.add_argument("--ants-pairs", type=int, help="register at most N pairs with ANTs in this run")
+    parser.add_argument("--ants-pairs", type=int, help="the same for ANTs SyNQuick")
     parser.add_argument("--other-pairs", type=int, help="the same for greedy and for ConvexAdam")
+    parser.add_argument(
+        "--syn-pairs", type=int, default=0, help="ANTs SyN, which is slow: the first N pairs of each set (default: 0)"
+    )
+    parser.add_argument("--pictures", action="store_true", help="draw the best, median and worst pair of each set")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.model != "default" and arguments.out == RESULTS:
         parser.error("the results beside this script belong to the default model: give --out with another --model")
     weights = sha256(find_model(arguments.model))
     left = dict.fromkeys(OTHERS, arguments.other_pairs) | dict.fromkeys(CARL, arguments.carl_pairs)
-    left[ANTS] = arguments.ants_pairs
+    left |= {ANTS: arguments.ants_pairs, SYN: None}
     for method, (_, _, module, package) in OTHERS.items():
         if importlib.util.find_spec(module) is None:
             left[method] = 0
-            print(f"{package} is not installed: skipping {method}, except for results kept earlier", flush=True)
+            if method in arguments.methods:
+                print(f"{package} is not installed: skipping {method}, except for results kept earlier", flush=True)
     for folder in (arguments.out, arguments.work):
         folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for name in arguments.sets:
-        data, kept = arguments.data / name / "val", arguments.kept or arguments.work / "carl"
-        book = Book.open(arguments.out / f"{name}.json", weights)
-        sources = sources_of(name, data, arguments.work, kept, arguments.model, weights)
-        pairs = pairs_of(data, name)
-        for pair in pairs[: arguments.pairs]:
+        pairs = pairs_of(arguments.data, name)
+        book = Book.open(arguments.out / f"{name}.json", weights, pairs)
+        kept = arguments.kept or arguments.work / "carl"
+        sources = sources_of(name, arguments.work, kept, arguments.model, weights)
+        for number, pair in enumerate(pairs[: arguments.pairs]):
             for source in sources:
-                failed += not enter(book, source, pair, left)
+                late = source.name == SYN and number >= arguments.syn_pairs
+                if source.name in arguments.methods:
+                    failed += not enter(book, source, pair, left | {SYN: 0} if late else left)
         evaluation = book.evaluation()
         for method in METHODS:
             print(f"{name}, {method}: {len(evaluation.of(method))} of {len(pairs)} pairs are scored", flush=True)
-        if common(evaluation).scores:
+        if name in PLOTTED and common(evaluation).scores:
             write_atomically(arguments.out / f"{name}.png", box_plot(common(evaluation)))
-        picture(evaluation, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
-    text = table({name: Book.open(arguments.out / f"{name}.json", weights) for name in SETS})
+        if arguments.pictures:
+            picture(evaluation, sources, {pair.name: pair for pair in pairs}, arguments.out / f"{name}_pairs.png")
+    text = table(
+        {
+            name: Book.open(arguments.out / f"{name}.json", weights, pairs_of(arguments.data, name))
+            for name in SETS
+            if (arguments.out / f"{name}.json").is_file()
+        }
+    )
     write_atomically(arguments.out / "table.md", text.encode())
     print(text)
     if failed:
         sys.exit(f"{failed} failed; see the messages above")
 
 
-def pairs_of(folder: Path, name: str) -> list[Pair]:
-    """The validation pairs of a set, in their random order."""
+def pairs_of(data: Path, name: str) -> list[Pair]:
+    """The validation pairs of a set, MOVING_to_FIXED, in their random order, which is always the same."""
+    folder = data / name / "val"
+    if name == "ct_mr":  # the sets number their subjects independently, hence the prefixes
+        cases = {kind: cases_of(data / one / "val") for kind, one in (("ct", "abdomen"), ("mr", "abdomen_mr"))}
+        files = {f"{kind}{case}": path for kind, found in cases.items() for case, path in found.items()}
+        pairs = [(fixed, moving) for fixed in files for moving in files if fixed[:2] != moving[:2]]
+    elif name == "cardiac":
+        files = cases_of(folder)
+        pairs = [(f"{one}_{a}", f"{one}_{b}") for one in patients(files) for a, b in (("ED", "ES"), ("ES", "ED"))]
+    else:
+        files = cases_of(folder)
+        pairs = validation_pairs(folder, name)
+    if name in ("ct_mr", "cardiac"):
+        pairs = random.Random(SEED).sample(pairs, len(pairs))
+    labels = {case: path.with_name(path.name.replace(".nii.gz", "_labels.nii.gz")) for case, path in files.items()}
+    return [
+        Pair(f"{moving}_to_{fixed}", files[fixed], files[moving], labels[fixed], labels[moving])
+        for fixed, moving in pairs
+    ]
 
-    def pair(fixed: str, moving: str) -> Pair:
-        images = (folder / f"{case}.nii.gz" for case in (fixed, moving))
-        f, m, f_labels, m_labels = (*images, *(folder / f"{case}_labels.nii.gz" for case in (fixed, moving)))
-        return Pair(f"{moving}_to_{fixed}", f, m, f_labels, m_labels)
 
-    return [pair(fixed, moving) for fixed, moving in validation_pairs(folder, name)]
+def cases_of(folder: Path) -> dict[str, Path]:
+    """The images of a folder by their names."""
+    paths = sorted(path for path in folder.glob("*.nii.gz") if "_labels" not in path.name)
+    return {path.name.removesuffix(".nii.gz"): path for path in paths}
+
+
+def patients(cases: Iterable[str]) -> list[str]:
+    """The subjects of these scans: a heart has two scans, whose names end with its phase."""
+    return sorted({re.sub(r"_E[DS]$", "", case) for case in cases})
+
+
+@functools.cache
+def checksum_of(path: Path) -> str:
+    return sha256(path)[:16]
+
+
+def inputs_of(pair: Pair) -> dict[str, str]:
+    """The first 16 digits of the checksums of a pair's files."""
+    return {
+        key: checksum_of(path) for key in ("fixed", "moving", "fixed_seg", "moving_seg") if (path := getattr(pair, key))
+    }
 
 
 # ---- results of the methods -----------------------------------------------------------------------------------------
@@ -144,6 +229,8 @@ class Source:
     is_complete: Callable[[Path], bool] = lambda folder: True
     make: Callable[[Pair], object] = lambda pair: None
     """Registers a pair into its folder."""
+    program: Callable[[], dict[str, str]] = dict
+    """What registers: our code, or the version of a package."""
 
     def checksum(self, pair: Pair) -> str | None:
         """The checksum of a pair's result; None if there is no result yet."""
@@ -160,8 +247,23 @@ class Source:
         path = self.root and self.root / pair.name / "report.json"
         return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
 
+    def origin(self, pair: Pair) -> dict[str, Any]:
+        """What made a pair's result, and from which files; empty for results of other scripts."""
+        path = self.root and self.root / pair.name / "made.json"
+        origin: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+        if origin.get("inputs", inputs_of(pair)) != inputs_of(pair):
+            sys.exit(f"{path} names other images than those of today: delete its folder, or pass another WORK")
+        return origin
 
-def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weights: str) -> list[Source]:
+    def run(self, pair: Pair) -> None:
+        """Register a pair, and record what did it."""
+        made = {"commit": commit(), **self.program(), "inputs": inputs_of(pair)}
+        self.make(pair)
+        if self.root is not None:
+            write_atomically(self.root / pair.name / "made.json", (json.dumps(made, indent=1) + "\n").encode())
+
+
+def sources_of(name: str, work: Path, kept: Path, model: str, weights: str) -> list[Source]:
     """The methods to compare on a set, in the order of the table's rows."""
 
     def stretched(pair: Pair, fixed: Image, moving: Image) -> Result:
@@ -175,10 +277,10 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
                 sys.exit(
                     f"{root / pair.name} was not made by {model}: pass its own --model, or another folder as --kept"
                 )
-            moving, fixed = pair.name.split("_to_")
-            same = {"set": name, "fixed": fixed, "moving": moving, "kind": kind}
-            register(data, same, work / "pair", model)
-            keep(work / "pair", root / pair.name)
+            scratch = work / f"pair-{name}"  # of this set, since other processes may run other sets
+            shutil.rmtree(scratch, ignore_errors=True)
+            subprocess.run(command(pair, kind, scratch, model), check=True)
+            keep(scratch, root / pair.name)
 
         return Source(
             method,
@@ -186,25 +288,34 @@ def sources_of(name: str, data: Path, work: Path, kept: Path, model: str, weight
             root,
             lambda folder: is_kept(folder, weights),
             make,
+            lambda: {"tree": tree()},
         )
 
-    def other(method: str, key: str, folder: str) -> Source:
+    def other(method: str, function: Method, folder: str, package: str) -> Source:
         root = work / folder / name
-        run = cached(BASELINES[key], root)
+        run = cached(function, root)
         return Source(
             method,
             run,
             root,
             lambda folder: (folder / "report.json").is_file(),
             lambda pair: run(pair, read(pair.fixed), read(pair.moving)),
+            lambda: {"program": f"{package} {version_of(package)}"},
         )
 
     return [
         Source(METHODS[0], identity),
         Source(METHODS[1], stretched),
         *(carl(method, kind) for method, kind in CARL.items()),
-        *(other(method, key, folder) for method, (key, folder, *_) in OTHERS.items()),
+        *(other(method, function, folder, package) for method, (function, folder, _, package) in OTHERS.items()),
     ]
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -> bool:
@@ -218,7 +329,7 @@ def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -
             return True
         left[source.name] = None if allowed is None else allowed - 1
         try:
-            source.make(pair)
+            source.run(pair)
         except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
             print(f"{pair.name} by {source.name}: {error}", file=sys.stderr, flush=True)
         checksum = source.checksum(pair)
@@ -226,7 +337,8 @@ def enter(book: Book, source: Source, pair: Pair, left: dict[str, int | None]) -
             return False
     # Score the file, even right after it was made, so that the scores are those of `carl evaluate`.
     scores = score(pair, source.method, name=source.name, labels=SETS[book.name], partial=True)
-    book.write(scores, transform=checksum, report=source.report(pair))
+    made = {key: value for key, value in source.origin(pair).items() if key != "inputs"}
+    book.write(scores, transform=checksum, report=source.report(pair), made=made, inputs=inputs_of(pair))
     print(f"{pair.name} by {source.name}: Dice {scores.figures['dice']:.4f}", *scores.failures, flush=True)
     return not scores.failures
 
@@ -242,10 +354,21 @@ class Book:
     rows: list[dict[str, Any]]
 
     @classmethod
-    def open(cls, path: Path, weights: str) -> Book:
-        """Read the file, ignoring rows of other weights."""
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-        return cls(path, [row for row in rows if row.get("model", {}).get("sha256", weights) == weights])
+    def read(cls, path: Path) -> Book:
+        return cls(path, json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else [])
+
+    @classmethod
+    def open(cls, path: Path, weights: str, pairs: Sequence[Pair]) -> Book:
+        """Read the file, ignoring rows of other weights, and of other files than these pairs have now."""
+        book = cls.read(path)
+        today = {pair.name: inputs_of(pair) for pair in pairs}
+
+        def holds(row: dict[str, Any]) -> bool:
+            inputs = row.get("inputs")
+            same = book.name in UNCHANGED if inputs is None else inputs == today.get(row["pair"])
+            return same and row.get("model", {}).get("sha256", weights) == weights
+
+        return cls(path, [row for row in book.rows if holds(row)])
 
     @property
     def name(self) -> str:
@@ -254,10 +377,18 @@ class Book:
     def row(self, method: str, pair: str) -> dict[str, Any] | None:
         return next((row for row in self.rows if (row["method"], row["pair"]) == (method, pair)), None)
 
-    def write(self, scores: Scores, *, transform: str, report: dict[str, Any]) -> None:
+    def write(
+        self,
+        scores: Scores,
+        *,
+        transform: str,
+        report: dict[str, Any],
+        made: dict[str, Any],
+        inputs: dict[str, str],
+    ) -> None:
         """Add a pair's scores, replacing earlier ones, and write the file."""
         row = {key: value for key, value in scores.as_dict().items() if not key.startswith("tre_mm")}
-        row |= {"transform": transform, "commit": commit()}
+        row |= {"transform": transform, "commit": commit(), "inputs": inputs} | ({"made": made} if made else {})
         if "model" in report:
             row["model"] = {key: report["model"].get(key) for key in ("name", "sha256")}
         before = self.row(scores.method, scores.pair)
@@ -299,36 +430,77 @@ def on_labels(evaluation: Evaluation, labels: Sequence[int]) -> Evaluation:
 
 
 def common(evaluation: Evaluation) -> Evaluation:
-    """The scores of the pairs that all methods share."""
-    having = [{scores.pair for scores in evaluation.of(method) if scores.dice} for method in evaluation.methods]
-    shared = set.intersection(*having) if having else set()
-    return Evaluation([scores for scores in evaluation.scores if scores.pair in shared], evaluation.names)
+    """The scores of the pairs that all methods share, without methods that may have run on a few pairs alone."""
+    whole = [method for method in evaluation.methods if method not in PARTIAL]
+    shared = set.intersection(*(scored_pairs(evaluation, method) for method in whole)) if whole else set()
+    kept = [scores for scores in evaluation.scores if scores.pair in shared and scores.method in whole]
+    return Evaluation(kept, evaluation.names)
+
+
+def scored_pairs(evaluation: Evaluation, method: str) -> set[str]:
+    return {scores.pair for scores in evaluation.of(method) if scores.dice}
+
+
+# ---- intervals ------------------------------------------------------------------------------------------------------
+
+
+def difference(evaluation: Evaluation, first: str, second: str) -> Comparison | None:
+    """The Dice of the first method minus that of the second on the pairs that both have, with an interval by a
+    bootstrap over subjects; None if there are none."""
+    comparison = evaluation.compare(first, second)
+    if comparison is None:
+        return None
+    other = {scores.pair: scores.figures["dice"] for scores in evaluation.of(second)}
+    found = {s.pair: s.figures["dice"] - other[s.pair] for s in evaluation.of(first) if s.pair in other}
+    interval = by_subject({pair: value for pair, value in found.items() if math.isfinite(value)})
+    return replace(comparison, interval=interval)
+
+
+def by_subject(values: Mapping[str, float]) -> tuple[float, float]:
+    """95 % interval of the mean over pairs, by their names MOVING_to_FIXED. Subjects are drawn with replacement, as
+    many as there are; a pair counts as often as the product of the counts of its subjects, a pair of two scans of one
+    subject as often as this one. Draws that leave no pair are ignored."""
+    members = [patients(pair.split("_to_")) for pair in values]
+    subjects = sorted({one for pair in members for one in pair})
+    inside = np.array([[subject in pair for subject in subjects] for pair in members])  # (pairs, subjects)
+    share = np.full(len(subjects), 1 / len(subjects))
+    counts = np.random.default_rng(SEED).multinomial(len(subjects), share, 10_000)  # (draws, subjects)
+    weights = np.where(inside, counts[:, None], 1).prod(axis=2)  # (draws, pairs)
+    weights = weights[weights.any(axis=1)]
+    means = weights @ np.array(list(values.values())) / weights.sum(axis=1)
+    low, high = (float(x) for x in np.percentile(means, [2.5, 97.5]))
+    return low, high
 
 
 # ---- table and pictures ---------------------------------------------------------------------------------------------
 
 
 def table(books: Mapping[str, Book]) -> str:
-    """Means over the pairs that all methods of a set share, each method's mean over all its pairs, and the differences
-    between CARL and the other programs per pair."""
+    """Means over the pairs that all methods of a set share, each method's mean over all its pairs, methods that ran on
+    a few pairs beside others on these, and the differences between CARL and the other programs per pair."""
     headings = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", "Dice, all its pairs")
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     notes = [
-        "Means are over the pairs that all methods share; the last column is each method's mean over all its pairs.",
+        "Means of the first table are over the pairs that all its methods share; its last column is each method's mean "
+        "over all its pairs. Those of the second are over the pairs of its method.",
         "carl-base was trained with other subjects' labels of these structures; the other programs use no labels.",
-        "Intervals treat pairs as independent; pairs share subjects, so the true intervals are wider.",
+        "Intervals are by a bootstrap over subjects.",
     ]
+    few = []
     for task, (name, labels) in TASKS.items():
+        if name not in books:
+            continue
         whole = on_labels(books[name].evaluation(), labels)
         shared = common(whole)
-        for method in whole.methods:
+        for method in shared.methods or [one for one in whole.methods if one not in PARTIAL]:
             means, own = shared.means(method), [s.figures["dice"] for s in whole.of(method) if s.dice]
             shown = zip(("dice", "hd95_mm", "folds_percent", "seconds"), (3, 1, 4, 0), strict=True)
             cells = [f"{means[key]:.{digits}f}" if means[key] == means[key] else "" for key, digits in shown]
             cells.append(f"{np.mean(own):.3f} ({len(own)})" if own else "")
             lines.append(f"| {task} | {method} | {len(shared.of(method))} | {' | '.join(cells)} |")
+        few += [f"| {task} | {method} | {' | '.join(cells)} |" for method, cells in beside_others(whole)]
         for other in OTHERS:
-            comparison = whole.compare(BEST, other)
+            comparison = difference(whole, BEST, other)
             if comparison is not None:
                 low, high = comparison.interval
                 notes.append(
@@ -341,7 +513,27 @@ def table(books: Mapping[str, Book]) -> str:
         notes += [f"{row['pair']} by {row['method']}: {text}" for row in book.rows for text in row["failures"]]
     models = {tuple(row["model"].values()) for book in books.values() for row in book.rows if "model" in row}
     notes += [f"The model is {name}, SHA-256 {checksum}." for name, checksum in models]
+    if few:
+        columns = ("task", "method", "pairs", "Dice", "HD95, mm", "% \\|J\\| < 0", "seconds", *BESIDE)
+        lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *few]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
+
+
+BESIDE = ("CARL", BEST, ANTS)
+"""Methods whose Dice is shown on the pairs of a method that ran on a few."""
+
+
+def beside_others(evaluation: Evaluation) -> Iterator[tuple[str, list[str]]]:
+    """Each method that may have run on a few pairs alone: the number of its pairs, its means over them, and the Dice
+    of others on the same pairs if they have all of these."""
+    for method in (one for one in evaluation.methods if one in PARTIAL):
+        pairs = scored_pairs(evaluation, method)
+        same = Evaluation([scores for scores in evaluation.scores if scores.pair in pairs], evaluation.names)
+        means = same.means(method)
+        shown = zip(("dice", "hd95_mm", "folds_percent", "seconds"), (3, 1, 4, 0), strict=True)
+        cells = [f"{means[key]:.{digits}f}" if means[key] == means[key] else "" for key, digits in shown]
+        others = (f"{same.means(o)['dice']:.3f}" if pairs == scored_pairs(same, o) else "" for o in BESIDE)
+        yield method, [str(len(pairs)), *cells, *others]
 
 
 def picture(evaluation: Evaluation, sources: Sequence[Source], pairs: Mapping[str, Pair], path: Path) -> None:

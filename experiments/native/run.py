@@ -31,6 +31,7 @@ from carlreg.files import images, orientation, world_transform
 from carlreg.files.atomic import write_atomically
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image
+from carlreg.files.tables import Pair
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.loaded import find_model
 from carlreg.objective.metrics import dice, mean_score
@@ -133,15 +134,22 @@ def is_kept(folder: Path | None, weights: str) -> bool:
     return bool(report.get("model", {}).get("sha256") == weights) and all((folder / name).is_file() for name in KEPT)
 
 
+def command(pair: Pair, kind: str, work: Path, model: str) -> list[str]:
+    """The command that registers a pair into a folder, with the options of this kind. The verdict on the result, and
+    the other ways that are tried if it is bad, are no part of this comparison."""
+    words = [sys.executable, "-m", "carlreg", "register", "--quiet", "--device", "cpu", "--seed", str(SEED)]
+    words += ["--model", model, "-f", str(pair.fixed), "-m", str(pair.moving), "-o", str(work)]
+    words += ["--fixed-seg", str(pair.fixed_seg), "--moving-seg", str(pair.moving_seg)]
+    return [*words, "--confidence", "off", *KINDS[kind]]
+
+
 def register(folder: Path, pair: dict[str, str], work: Path, model: str) -> dict[str, Any]:
     """Register one pair with the options of its kind; return its time, memory and scores."""
     name, fixed, moving, kind = (pair[key] for key in ("set", "fixed", "moving", "kind"))
     shutil.rmtree(work, ignore_errors=True)
-    words = [sys.executable, "-m", "carlreg", "register", "--quiet", "--device", "cpu", "--seed", str(SEED)]
-    words += ["--model", model]
-    words += ["-f", str(folder / f"{fixed}.nii.gz"), "-m", str(folder / f"{moving}.nii.gz"), "-o", str(work)]
     segs = {side: folder / f"{case}_labels.nii.gz" for side, case in (("fixed", fixed), ("moving", moving))}
-    words += ["--fixed-seg", str(segs["fixed"]), "--moving-seg", str(segs["moving"]), *KINDS[kind]]
+    scans = folder / f"{fixed}.nii.gz", folder / f"{moving}.nii.gz"
+    words = command(Pair(f"{moving}_to_{fixed}", scans[0], scans[1], segs["fixed"], segs["moving"]), kind, work, model)
     start = time.perf_counter()
     subprocess.run(words, check=True)
     seconds = time.perf_counter() - start
