@@ -175,7 +175,8 @@ def commands(bench: Bench) -> Iterator[dict[str, Any]]:
     words = ("--fixed", fixed, "--moving", moving, "-o", bench.work / "one")
     seconds = [round(bench.command(*words), 2) for _ in range(2)]
     size = sum(path.stat().st_size for path in (bench.work / "one").rglob("*") if path.is_file())
-    yield {"first_s": seconds[0], "seconds": seconds[1], "folder_mb": round(size / 1e6, 1)}
+    parts = json.loads((bench.work / "one" / "report.json").read_text(encoding="utf-8"))["seconds"]
+    yield {"first_s": seconds[0], "seconds": seconds[1], "parts": parts, "folder_mb": round(size / 1e6, 1)}
 
 
 def lists(bench: Bench) -> Iterator[dict[str, Any]]:

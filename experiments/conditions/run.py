@@ -11,6 +11,9 @@ optimisation:
 - `contrast`: pairs of brains, with the moving one as it is and in a contrast of a kind that training does not use
   (`other_contrast` of experiments/base/universal.py, seeds 0 to 9).
 - `shifts`: the moving scan shifted in an empty frame that is 48 mm wider on every side, by up to 48 mm along each axis.
+- `heads`: whole heads, rendered from label maps as in T1 and in T2, registered to skull-stripped brains, with
+  what the head shows around the brain left out (`registration/surroundings.py`) and not. These are training subjects
+  that were kept back, on which that was tried: give --out another file.
 - `rotations`: the moving brain rotated in the same frame, with `--model auto`. Its labels are not rotated, but sampled
   once through both maps.
 
@@ -43,14 +46,17 @@ from carlreg.files.images import Image, Matrix, map_points, read, read_labels
 from carlreg.files.world_transform import WorldTransform, folds_percent, jacobian_determinant
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.objective.metrics import dice, mean_score
+from carlreg.registration import surroundings
 from carlreg.registration.api import align_pair
 from carlreg.registration.options import PairInputs, RegisterOptions
 from carlreg.registration.progress import Progress
+from carlreg.synthesis.contrast import random_colours, render
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "base"))
 
-from universal import other_contrast  # type: ignore[import-not-found]
+from prepare import FREESURFER, numbers_of  # type: ignore[import-not-found]
+from universal import T1, other_contrast  # type: ignore[import-not-found]
 
 from experiments.made import commit, machine
 
@@ -62,6 +68,8 @@ SHIFTS = (0.0, 12.0, 24.0, 36.0, 48.0)
 ANGLES = (0.0, 30.0, 60.0, 90.0, 135.0, 180.0)
 PLANES = {"axial": (0, 1), "coronal": (0, 2), "sagittal": (1, 2)}
 SEEDS = range(10)
+KEPT_BACK = 3
+"""Training subjects of each set by which settings are chosen, the last ones."""
 SEED = 0
 RESULTS = Path(__file__).parent / "results" / "val.json"
 Row = dict[str, Any]
@@ -193,6 +201,42 @@ def turned_back(image: Image) -> Image:
     return replace(image, affine=np.diag([-1.0, -1.0, 1.0, 1.0]) @ image.affine)
 
 
+def heads(bench: Bench) -> Iterator[Case]:
+    brains = [path for path in (bench.data / "brain" / "train").glob("*.nii.gz") if "_labels" not in path.name]
+    brains, maps = (sorted(one)[-KEPT_BACK:] for one in (brains, (bench.data / "brain_maps").glob("*.nii.gz")))
+    for weighting, (seed, (fixed, moving)) in itertools.product(
+        ("T1", "T2"), enumerate(zip(brains, maps, strict=True))
+    ):
+
+        def measure(fixed: Path = fixed, moving: Path = moving, seed: int = seed, weighting: str = weighting) -> Row:
+            head, labels = rendered(moving, seed, weighting)
+            row = bench.scored("brain", fixed, head, labels, unchanged, rotated=False)
+            usual, surroundings.FILLED = surroundings.FILLED, math.inf
+            try:
+                whole = bench.scored("brain", fixed, head, labels, unchanged, rotated=False)
+            finally:
+                surroundings.FILLED = usual
+            return row | {"optimised_whole": whole["optimised"]}
+
+        yield {"fixed": fixed.name, "moving": moving.name, "weighting": weighting}, measure
+
+
+def rendered(path: Path, seed: int, weighting: str) -> tuple[Image, Image]:
+    """A label map as an image of a head, whose skull and scalp have random colours, and its subcortical structures in
+    the numbering of the brains. In "T2", what is bright in T1 is dark."""
+    labels, numbers, generator = read_labels(path), numbers_of(path), torch.Generator().manual_seed(seed)
+    colours = random_colours(1, max(numbers.values()), generator)
+    colours[:, 0] = 0.0
+    for value, colour in T1.items():
+        if value in numbers:
+            colours[0, numbers[value]] = colour if weighting == "T1" else 1 - 0.9 * colour
+    shown = render(torch.from_numpy(labels.data.astype(np.int64))[None, None], generator, colours=colours)
+    found = np.zeros_like(labels.data)
+    for value, structure in zip(FREESURFER, SUBCORTICAL, strict=True):
+        found[labels.data == numbers[value]] = structure
+    return replace(labels, data=shown[0, 0].numpy()), replace(labels, data=found)
+
+
 def contrast(bench: Bench) -> Iterator[Case]:
     pairs = random.Random(SEED).sample(list(itertools.permutations(bench.subjects("brain"), 2)), len(SEEDS))
     for seed, (fixed, moving) in zip(SEEDS, pairs, strict=True):
@@ -268,6 +312,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "brainweb": brainweb,
     "contrast": contrast,
     "shifts": shifts,
+    "heads": heads,
     "rotations": rotations,
 }
 

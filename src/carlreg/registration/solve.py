@@ -33,6 +33,7 @@ from carlreg.registration.fit import fit_to_attention, fit_to_dense
 from carlreg.registration.options import RegisterOptions
 from carlreg.registration.progress import Progress
 from carlreg.registration.similarity import STIFFNESS, Comparison, compare, mismatch
+from carlreg.registration.surroundings import without_surroundings
 from carlreg.registration.watch import watched
 
 logger = logging.getLogger(__name__)
@@ -127,11 +128,14 @@ def solve(
         progress.begin("network")
         with watched(network, pair.moving.tensor, pair.fixed.tensor, progress.advance):
             maps = _both(network, pair, model.graphs)
-    comparison = compare(options, maps[0], pair)
+    alike, left_out = pair, None
+    if options.optimize != "weights":  # then the network has to see the images as they are
+        alike, left_out = without_surroundings(pair, *maps)
+    comparison = compare(options, maps[0], alike)
     options = comparison.options
     chosen: dict[str, Any] = {
         "io_sim": options.similarity_name,
-        "io_sim_reason": comparison.reason,
+        "io_sim_reason": "; ".join(filter(None, (comparison.reason, left_out))) or None,
         "contrasts_differ": comparison.differs,
         "search": search,
     }
@@ -145,7 +149,7 @@ def solve(
     if steps != 0 and (kind == "deformable" or steps is not None):
         progress.begin("optimisation")
         demands = {"guide": guide, "rigidity": rigidity, "graphs": model.graphs}
-        optimization = _optimize(network, maps, comparison, pair, over, callback, demands, progress.advance)
+        optimization = _optimize(network, maps, comparison, alike, over, callback, demands, progress.advance)
         maps = optimization.result.transform, optimization.result.inverse
         if optimization.result.stopped is not None:
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
