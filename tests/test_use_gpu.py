@@ -20,7 +20,7 @@ from test_rigid_regions import SPACING, grid_points, missing_rigidity, scans  # 
 from carlreg import Identity, optimize_fields, register
 from carlreg.cli import main
 from carlreg.files.images import Image
-from carlreg.files.world_transform import WorldTransform, invert
+from carlreg.files.world_transform import WorldTransform, invert, jacobian_determinant
 from carlreg.geometry.jacobian import folding
 from carlreg.objective.guide import Guide
 from carlreg.objective.rigidity import Rigidity
@@ -87,7 +87,8 @@ def test_a_gpu_inverts_as_a_cpu_does() -> None:
     coarse = torch.from_numpy(numbers.normal(size=(1, 3, 6, 7, 5))).float()
     shift = torch.nn.functional.interpolate(coarse, (40, 44, 36), mode="trilinear", align_corners=True)
     grid = Image(np.zeros((40, 44, 36), np.float32), np.diag([1.0, 1.2, 2.0, 1.0]))
-    there = WorldTransform(np.eye(4), 2 * shift[0].movedim(0, -1).numpy(), grid.affine)
+    there = WorldTransform(np.eye(4), 0.8 * shift[0].movedim(0, -1).numpy(), grid.affine)
+    assert jacobian_determinant(there, grid).data.min() > 0  # a fold would have no inverse
     (here, missed), (inverse, left) = (invert(there, grid, device=device) for device in ("cpu", "cuda"))
     inside = np.isfinite(missed) & np.isfinite(left)
     assert inside.mean() > 0.8
