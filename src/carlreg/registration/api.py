@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -191,9 +192,11 @@ def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, wor
     """The part of `register_pair` that follows the map: its inverse, the warped scans, scores and the report."""
     device, made, world = choose_device(options.device), found.made, found.transform
     loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
-    inverse, metrics = _invert(world, case, device, mirrored=made.is_mirrored)
-    metrics |= solution.metrics
-    warped = world_transform.apply(world, case.moving, case.fixed)
+    with ThreadPoolExecutor() as pool:  # meanwhile, a GPU inverts
+        warping = pool.submit(world_transform.apply, world, case.moving, case.fixed)
+        volumes = pool.submit(_changes_of_volume, world, case, mirrored=made.is_mirrored)
+        inverse, metrics = _invert(world, case, device)
+    metrics |= volumes.result() | solution.metrics
     spread = _spread(loaded.network, pair, work) if options.certainty else None
     work.begin("scores")
     labels = None if case.moving_seg is None else world_transform.apply(world, case.moving_seg, case.fixed, "nearest")
@@ -220,7 +223,7 @@ def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, wor
         request=make_request(found.asked, options, {name: one.sha256 for name, one in records.items()}),
     )
     given = {"fixed_labels": case.fixed_seg, "moving_labels": case.moving_seg, "expected_error": made.expected_error}
-    return Registration(world, inverse, warped, case.fixed, case.moving, record, labels, spread, **given)
+    return Registration(world, inverse, warping.result(), case.fixed, case.moving, record, labels, spread, **given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,27 +315,29 @@ def _best(
     return climb(first, options, work, callback, device=device, case=case) if climbs else first
 
 
-def _invert(
-    world: WorldTransform, case: Case, device: torch.device, *, mirrored: bool
-) -> tuple[WorldTransform, dict[str, float]]:
-    """The inverse, and metrics of both maps. Where the scan was `mirrored` on purpose, folds are what was not."""
+def _invert(world: WorldTransform, case: Case, device: torch.device) -> tuple[WorldTransform, dict[str, float]]:
+    """The inverse, and by how much it misses."""
     if world.is_linear:
         exact = dict.fromkeys(("inverse_consistency_mm", "inverse_error_mm", "inverse_error_max_mm"), 0.0)
-        folded = bool(np.linalg.det(world.affine) < 0) != mirrored
-        uniform = {"folds_percent": 100.0 * folded, "sd_log_jacobian": 0.0}
-        return WorldTransform.linear(np.linalg.inv(world.affine)), exact | uniform
-    determinants = world_transform.jacobian_determinant(world, case.fixed)
-    determinants = replace(determinants, data=-determinants.data) if mirrored else determinants
-    shape = {
-        "folds_percent": world_transform.folds_percent(determinants),
-        "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),
-    }
+        return WorldTransform.linear(np.linalg.inv(world.affine)), exact
     used = device if device.type == "cuda" else "cpu"
     inverse, residual = world_transform.invert(world, case.moving, device=used)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
-    errors = {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
-    return inverse, errors | shape
+    return inverse, {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
+
+
+def _changes_of_volume(world: WorldTransform, case: Case, *, mirrored: bool) -> dict[str, float]:
+    """Metrics of the determinants. Where the scan was `mirrored` on purpose, folds are what was not."""
+    if world.is_linear:
+        folded = bool(np.linalg.det(world.affine) < 0) != mirrored
+        return {"folds_percent": 100.0 * folded, "sd_log_jacobian": 0.0}
+    determinants = world_transform.jacobian_determinant(world, case.fixed)
+    determinants = replace(determinants, data=-determinants.data) if mirrored else determinants
+    return {
+        "folds_percent": world_transform.folds_percent(determinants),
+        "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),
+    }
 
 
 def _spread(network: RegistrationAlgorithm, pair: PreparedPair, work: Progress) -> Image | None:

@@ -75,7 +75,7 @@ class Comparison:
     def recoloured_at(self, phi: Transform, pair: PreparedPair) -> Comparison:
         """The same, with new colours for an image of the original pair: a better map gives better ones."""
         alike = recoloured(pair, _warped(phi, pair))
-        return replace(self, pair=alike.pair, which=alike.which)
+        return replace(self, pair=alike.of(pair), which=alike.which)
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> Com
     options = replace(options, io_sim="lncc2", regularity=weight)
     if options.optimize == "weights" or alike.which is None:
         return Comparison(options, pair, why)
-    return Comparison(replace(options, io_sim="lncc"), alike.pair, why, alike.which)
+    return Comparison(replace(options, io_sim="lncc"), alike.of(pair), why, alike.which)
 
 
 def _warped(phi: Transform, pair: PreparedPair) -> Tensor:
@@ -147,7 +147,7 @@ def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool
     fixed = pair.fixed.tensor
     correlations = _correlations(warped, fixed)
     found = _agreement(correlations)
-    gained = float(_correlations(alike.warped, alike.pair.fixed.tensor).mean() - correlations.mean())
+    gained = float(_correlations(alike.warped, alike.fixed).mean() - correlations.mean())
     if found >= AGREEMENT and not gained > GAINED:
         return False, f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
     unmoved = agreement(interpolate(pair.moving.tensor, Identity().on_grid_of(fixed)), fixed)
@@ -161,26 +161,36 @@ def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool
 
 
 class Recoloured(NamedTuple):
-    """Two images of which one has taken the colours of the other."""
+    """Two images on the network's grid, of which one has taken the colours of the other."""
 
-    pair: PreparedPair
     warped: Tensor
     """The moving image where a map has put it, in its new colours if it is the one."""
-    which: Which | None
+    fixed: Tensor
+    which: Which | None = None
     """None without any overlap."""
+    curve: Tensor | None = None
+    """The new colours."""
+
+    def of(self, pair: PreparedPair) -> PreparedPair:
+        """The pair in these colours, on the scans' own voxels, too."""
+        if self.curve is None:
+            return pair
+        if self.which == "moving":
+            return replace(pair, moving=_with_colours(pair.moving, self.curve))
+        return replace(pair, fixed=_with_colours(pair.fixed, self.curve))
 
 
 def recoloured(pair: PreparedPair, warped: Tensor) -> Recoloured:
-    """The pair with that image recoloured whose intensities tell more about the other's, where the moving image,
+    """The images with that one recoloured whose intensities tell more about the other's, where the moving image,
     `warped`, lies on the fixed one."""
-    counts = _joint_histogram(warped, pair.fixed.tensor, pair.fixed.mask)
+    fixed = pair.fixed.tensor
+    counts = _joint_histogram(warped, fixed, pair.fixed.mask)
     if not counts.any():
-        return Recoloured(pair, warped, None)
+        return Recoloured(warped, fixed)
     (of_moving, explained), (of_fixed, less) = _curve(counts), _curve(counts.T)
     if explained >= less:
-        new = replace(pair, moving=_with_colours(pair.moving, of_moving))
-        return Recoloured(new, _coloured(warped, of_moving), "moving")
-    return Recoloured(replace(pair, fixed=_with_colours(pair.fixed, of_fixed)), warped, "fixed")
+        return Recoloured(_coloured(warped, of_moving), fixed, "moving", of_moving)
+    return Recoloured(warped, _coloured(fixed, of_fixed), "fixed", of_fixed)
 
 
 Array = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ import io
 import math
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from carlreg import preparation
 from carlreg.files import orientation
+from carlreg.files.compression import in_threads
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.label_names import Names
 from carlreg.geometry import resizing
@@ -53,22 +54,22 @@ def page_data(registration: Registration, spread: Image | None, names: Names) ->
     """Everything that the page's script needs. `names` are those of the labels."""
     pair = registration.fixed, registration.moving
     fixed, moving, warped = (orientation.to_closest_ras(image) for image in (*pair, registration.warped))
-    shape = display_grid(fixed, VOXELS).shape
+    shape, moving_shape = (display_grid(image, VOXELS).shape for image in (fixed, moving))
     fixed_scale, moving_scale = map(grey_scale, pair, preparation.ct_pair(*pair)[0])
-    data: dict[str, Any] = {
-        "dim": fixed.dim,
-        "fixed": _image(fixed, shape, fixed_scale),
-        "warped": _image(warped, shape, moving_scale),
-        "moving": _image(moving, display_grid(moving, VOXELS).shape, moving_scale),
-        "map": _lattice(registration, fixed, moving),
-        "jacobian": {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "map": lambda: _lattice(registration, fixed, moving),
+        "jacobian": lambda: {**_jacobian(registration, fixed), "doublings": DOUBLINGS},
+        "fixed": lambda: _image(fixed, shape, fixed_scale),
+        "warped": lambda: _image(warped, shape, moving_scale),
+        "moving": lambda: _image(moving, moving_shape, moving_scale),
     }
     if spread is not None:
-        data["certainty"] = _certainty(spread, fixed)
-    if registration.expected_error is not None:
-        most = high_end(registration.expected_error, registration.fixed)
-        data["error"] = _expected_error(registration.expected_error, fixed, most)
-    return data | _labels(registration, names, shape, tuple(data["moving"]["shape"][: moving.dim]))
+        parts["certainty"] = lambda: _certainty(spread, fixed)
+    if (errors := registration.expected_error) is not None:
+        parts["error"] = lambda: _expected_error(errors, fixed, high_end(errors, registration.fixed))
+    done = in_threads(lambda part: part(), parts.values())
+    data = {"dim": fixed.dim, **dict(zip(parts, done, strict=True))}
+    return data | _labels(registration, names, shape, moving_shape[: moving.dim])
 
 
 def is_reduced(data: dict[str, Any], registration: Registration) -> bool:
