@@ -13,6 +13,8 @@ from carlreg.files.images import Image
 from carlreg.geometry.grids import Grid
 from carlreg.geometry.transforms import Affine, Identity
 from carlreg.preparation import Frame, Prepared, PreparedPair
+from carlreg.registration.options import RegisterOptions
+from carlreg.registration.similarity import REGULARITY, compare
 from carlreg.registration.surroundings import FILLED, anatomy, surrounded, without_surroundings
 
 SIDE = 32
@@ -79,6 +81,16 @@ def test_scans_that_show_the_same_are_left_alone() -> None:
 
 def test_a_map_that_misses_the_other_anatomy_shows_nothing_around() -> None:
     assert surrounded(brain(), head(), Identity()) > FILLED > 1.5 * surrounded(brain(), head(), moved(20))
+
+
+def test_stripped_pairs_stay_near_the_networks_result() -> None:
+    pair = PreparedPair(prepared(head()), prepared(head()))
+    for stripped in (False, True):
+        found = compare(RegisterOptions(), Identity(), pair, stripped=stripped)
+        assert found.is_uncertain is stripped
+        assert found.options.regularity == (REGULARITY if stripped else None)
+    asked = compare(RegisterOptions(regularity=0.5), Identity(), pair, stripped=True)
+    assert asked.options.regularity == 0.5
 
 
 def test_masks_of_the_user_take_precedence() -> None:

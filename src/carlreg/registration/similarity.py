@@ -33,8 +33,8 @@ AGREEMENT = 0.7
 GAINED = 0.03
 """and recolouring one raises their mean local correlation by this at most."""
 REGULARITY, STIFFNESS = 3.0, 1.0
-"""Weight of the regulariser, and price on the bending of changes, for images of different contrast: where two tissues
-look alike in one of them, only the network knows where they end."""
+"""Weight of the regulariser, and price on the bending of changes, for images of different contrast or preparation, one
+stripped and the other not: where two tissues look alike in one of them, only the network knows where they end."""
 ALIKE = 0.55
 """The loss of both directions, 2 minus their mean local correlations, that images have to reach."""
 BINS = 64
@@ -56,6 +56,13 @@ class Comparison:
     """Why this similarity was chosen, if the user did not choose it."""
     which: Which | None = None
     """The image that was recoloured."""
+    stripped: bool = False
+    """Whether only one of the scans shows what lies around the anatomy."""
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether intensities are no sure guide, so that the result should stay near the network's."""
+        return self.differs or self.stripped
 
     @property
     def differs(self) -> bool:
@@ -117,21 +124,22 @@ def mismatch(
 
 
 @torch.no_grad()
-def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair) -> Comparison:
-    """How to compare two images that the map Φ[moving, fixed] has aligned roughly. Only fields are optimised on
-    recoloured images: to optimise its weights, the network has to see the images as they are."""
+def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair, *, stripped: bool = False) -> Comparison:
+    """How to compare two images that the map Φ[moving, fixed] has aligned roughly, where what lies around the anatomy
+    may have been `stripped` from one. Only fields are optimised on recoloured images: to optimise its weights, the
+    network has to see the images as they are."""
+    cautious = replace(options, regularity=REGULARITY if options.regularity is None else options.regularity)
+    options = cautious if stripped else options
     if options.io_sim != "auto":
-        return Comparison(options, pair)
+        return Comparison(options, pair, stripped=stripped)
     warped = _warped(phi, pair)
     alike = recoloured(pair, warped)
     differ, why = _differ(pair, warped, alike)
     if not differ:
-        return Comparison(replace(options, io_sim="lncc"), pair, why)
-    weight = REGULARITY if options.regularity is None else options.regularity
-    options = replace(options, io_sim="lncc2", regularity=weight)
+        return Comparison(replace(options, io_sim="lncc"), pair, why, stripped=stripped)
     if options.optimize == "weights" or alike.which is None:
-        return Comparison(options, pair, why)
-    return Comparison(replace(options, io_sim="lncc"), alike.of(pair), why, alike.which)
+        return Comparison(replace(cautious, io_sim="lncc2"), pair, why, stripped=stripped)
+    return Comparison(replace(cautious, io_sim="lncc"), alike.of(pair), why, alike.which, stripped)
 
 
 def _warped(phi: Transform, pair: PreparedPair) -> Tensor:

@@ -131,7 +131,7 @@ def solve(
     alike, left_out = pair, None
     if options.optimize != "weights":  # then the network has to see the images as they are
         alike, left_out = without_surroundings(pair, *maps)
-    comparison = compare(options, maps[0], alike)
+    comparison = compare(options, maps[0], alike, stripped=left_out is not None)
     options = comparison.options
     chosen: dict[str, Any] = {
         "io_sim": options.similarity_name,
@@ -337,7 +337,8 @@ def _optimize_fields(
 
 def _field_settings(network: RegistrationAlgorithm, comparison: Comparison) -> dict[str, Any]:
     """Those for pairs without a network, for pairs of small scans, of which neither has more voxels than a grid half
-    the size of the network's along each axis, for pairs with a scan in thick slices, and for different contrasts."""
+    the size of the network's along each axis, for pairs with a scan in thick slices, and for pairs whose contrasts
+    differ or of which one was stripped."""
     pair = comparison.pair
     if isinstance(network, NoNetwork):
         return FAR
@@ -346,7 +347,7 @@ def _field_settings(network: RegistrationAlgorithm, comparison: Comparison) -> d
     voxels = [one.spacing(one.sides) for one in pair]
     if any(max(voxel) >= THICK * min(voxel) for voxel in voxels):
         return SLICES
-    return {"stiffness": STIFFNESS} if comparison.differs else {}
+    return {"stiffness": STIFFNESS} if comparison.is_uncertain else {}
 
 
 def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | None = None) -> list[Shape]:
