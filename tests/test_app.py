@@ -16,17 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from browser import Page, needs_browser
 
 sitk = pytest.importorskip("SimpleITK")
 from test_dicom import study  # noqa: E402, F401  (a fixture)
-from test_view import ask, network, post, scans  # noqa: E402  (needs SimpleITK)
+from test_view import StandIn, ask, network, post, save, scans  # noqa: E402  (needs SimpleITK)
 
+from carlreg.errors import CarlError  # noqa: E402
 from carlreg.files import images  # noqa: E402
 from carlreg.files.images import Image  # noqa: E402
-from carlreg.show import app  # noqa: E402
+from carlreg.show import app, viewer  # noqa: E402
+from carlreg.show.viewer import jobs  # noqa: E402
 
 
 @contextmanager
@@ -100,11 +104,58 @@ def test_only_the_page_may_start_something(server: app.App, tmp_path: Path) -> N
     for bad in ({"X_Carl_Token": None}, {"X_Carl_Token": "no"}, {"Origin": None}, {"Origin": "http://example.org"}):
         assert post(server, "start", body, **bad)[0] == 403
         assert post(server, "upload?side=fixed&name=a.nii", b"1", **bad)[0] == 403
+        assert post(server, "remove?side=fixed", **bad)[0] == 403
     assert server.job is None
     assert server.server_address[0] == "127.0.0.1"
     for path in ("scene.json", "view.json", "warped.nii", "files/report.json", "match.json?point=1,2,3"):
         status, words, _ = ask(server, path)
         assert (status, words) in ((404, b"there is no result yet\n"), (404, b"there is nothing here\n"))
+
+
+def test_files_dropped_by_mistake_can_be_removed(server: app.App, tmp_path: Path) -> None:
+    both = dict(zip(("fixed", "moving"), map(str, scans(tmp_path)), strict=True))
+    upload(server, "labels.nii", b"1", side="fixed_seg")
+    assert "fixed_seg was given without moving_seg" in refused(server, {"paths": both})
+    for bad in ("remove", "remove?side=", "remove?side=..", "remove?side=results"):
+        assert post(server, bad)[0] == 400
+    assert [path.name for path in server.uploads("fixed_seg")] == ["labels.nii"]
+    for _ in range(2):  # it does not matter if there are none
+        assert post(server, "remove?side=fixed_seg")[0] == 200
+        assert server.uploads("fixed_seg") == []
+    assert "fixed_seg" not in server.task({"paths": both}).inputs
+
+
+@pytest.mark.parametrize("name", ["my scan", "Müller (1), head + neck"])
+def test_a_header_finds_its_voxels(server: app.App, tmp_path: Path, name: str) -> None:
+    data = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    sitk.WriteImage(sitk.GetImageFromArray(data), tmp_path / f"{name}.mhd")
+    for first, ending in ((1, "mhd"), (0, "raw")):
+        file = tmp_path / f"{name}.{ending}"
+        assert upload(server, quote(file.name), file.read_bytes(), first=first)[0] == 200
+    assert np.array_equal(images.read(str(server.source("fixed", ""))).data, data.T)
+
+
+def test_images_that_hold_more_than_one(server: app.App, tmp_path: Path) -> None:
+    """4-D, in colour, with NaN: each message names a field of the page, which takes what the command line does."""
+    fixed, moving = scans(tmp_path)
+    scan = sitk.ReadImage(fixed)
+    sitk.WriteImage(sitk.JoinSeries([scan, scan]), fixed)
+    voxels = np.repeat(sitk.GetArrayFromImage(sitk.ReadImage(moving))[..., None], 3, axis=-1)
+    voxels[0, 0, 0] = np.nan
+    sitk.WriteImage(sitk.GetImageFromArray(voxels, isVector=True), tmp_path / "moving.mha")
+    value: dict[str, Any] = {"model": "none", "transform": "rigid"}
+    value["paths"] = {"fixed": str(fixed), "moving": str(tmp_path / "moving.mha")}
+    for name, typed, advice in (
+        ("frame", "1", "expected one image: type a 'Time point' under 'More options', from 0 to 1"),
+        ("channel", "0, 2", "expected one: type its 'Channel' under 'More options', from 0 to 2, or luminance"),
+        ("nan", "-1e3", "expected none: type a number, such as 0, into 'Replace NaN by' under 'More options'"),
+    ):
+        with pytest.raises(CarlError) as error:
+            jobs.run(server.task(value), lambda **_: None)
+        assert app.for_page(str(error.value)).endswith(advice)
+        assert f"{name} is " in refused(server, {**value, name: "third"})
+        value[name] = typed
+    assert server.task(value).options == {"transform": "rigid", "frame": 1, "channel": [0, 2], "nan": -1000}
 
 
 def test_wrong_input_is_one_line(server: app.App, tmp_path: Path) -> None:
@@ -121,7 +172,8 @@ def test_wrong_input_is_one_line(server: app.App, tmp_path: Path) -> None:
     assert "fixed_seg was given without moving_seg" in refused(server, {"paths": both | {"fixed_seg": fixed}})
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "report.json").write_text("{}")
-    assert "already holds report.json" in refused(server, {"paths": both, "out": str(tmp_path / "done")})
+    words = refused(server, {"paths": both, "out": str(tmp_path / "done")})
+    assert "already holds report.json; choose another folder, or tick 'Replace an earlier result' under" in words
     assert server.job is None
 
 
@@ -147,6 +199,11 @@ def test_a_study_with_several_series(server: app.App, study: tuple[Path, dict[st
     scene = json.loads(ask(server, "scene.json")[1])
     assert scene["notes"] == []  # both series are shown
     assert {"fixed", "moving"} <= scene["volumes"].keys()
+
+
+def opened(page: Page, server: app.App) -> None:
+    page.open(server.url, width=900, height=700)
+    page.wait("document.body.dataset.ready === 'yes'")
 
 
 def drop(page: Page, side: str, path: Path) -> None:
@@ -210,6 +267,77 @@ def test_from_a_drop_to_the_result(tab: Page, tmp_path: Path) -> None:
         assert tab.get("byId('last').hidden") is False
         assert tab.get("document.documentElement.scrollWidth") == 390
     assert (tmp_path / "kept" / "result" / "report.json").is_file()
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_registration_that_ended_while_the_page_was_closed(tab: Page, tmp_path: Path) -> None:
+    out = save(tmp_path)
+    with running() as server:
+        failed = jobs.Status("failed", message=f"{server.folder / 'fixed' / 'a.nii'} is damaged")
+        server.job = job = StandIn(jobs.Task({}, str(out)), failed)  # type: ignore[assignment]
+        opened(tab, server)
+        assert tab.get("byId('notes').textContent") == "a.nii is damaged"
+        assert tab.get("byId('job').hidden") is True
+        job.status = jobs.Status("done")
+        tab.open(server.url)
+        tab.wait("location.pathname.endsWith('/view') && document.body.dataset.ready === 'yes'")
+        assert [scene.folder for scene in server.scenes] == [out]
+
+
+@pytest.mark.browser
+@needs_browser
+def test_files_are_removed_in_the_page(tab: Page, tmp_path: Path) -> None:
+    fixed, moving = scans(tmp_path)
+    button = "document.querySelector('[data-side={}] .held button')"
+    with running() as server:
+        opened(tab, server)
+        assert tab.get(f"{button.format('fixed')}.hidden") is True
+        for side, path in (("fixed", fixed), ("moving", moving), ("fixed_seg", fixed)):
+            drop(tab, side, path)
+        opened(tab, server)
+        remove = button.format("fixed_seg")
+        assert tab.get(f"[{remove}.textContent, {remove}.ariaLabel]") == ["remove", "remove labels of the fixed image"]
+        assert tab.get(f"({remove}.focus(), document.activeElement === {remove})") is True  # 'More options' is open
+        tab.get(f"{remove}.click()")
+        tab.wait(f"{remove}.hidden")
+        assert server.uploads("fixed_seg") == []
+        assert tab.get("document.activeElement.textContent") == "Choose a file"
+        assert tab.get("byId('start').disabled") is False
+        tab.get(f"{button.format('moving')}.click()")
+        tab.wait("byId('wait').textContent === 'Choose the moving image.'")
+        assert tab.get("byId('start').disabled") is True
+        assert tab.complaints == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_page_offers_what_its_messages_advise(tab: Page, tmp_path: Path) -> None:
+    """A 4-D image, and a folder that holds a result, which is shown already."""
+    out, (fixed, moving) = save(tmp_path), scans(tmp_path)
+    scan = sitk.ReadImage(fixed)
+    sitk.WriteImage(sitk.JoinSeries([scan, scan]), fixed)
+    with running() as server:
+        server.scenes.append(viewer.load_scene(out))
+        opened(tab, server)
+        for side, path in (("fixed", fixed), ("moving", moving)):
+            tab.get(f"(zones.{side}.path.value = {str(path)!r}, refresh())")
+        tab.get(f"(byId('out').value = {str(out)!r}, byId('model').value = 'none', byId('transform').value = 'rigid')")
+        for field, enter in (
+            ("Replace an earlier result", "byId('overwrite').click()"),
+            ("Time point", "(byId('time_point').value = '1, 0', byId('nan').value = '0')"),
+        ):
+            tab.get("byId('start').click()")
+            tab.wait(f"byId('job').hidden && byId('notes').textContent.includes(\"'{field}' under 'More options'\")")
+            labels = tab.get("Array.from(document.querySelectorAll('#more label'), (one) => one.textContent.trim())")
+            assert field in labels
+            tab.get(enter)
+        tab.get("byId('start').click()")
+        tab.wait("location.pathname.endsWith('/view') && document.body.dataset.ready === 'yes'")
+        assert tab.get("byId('notes').textContent") == ""  # the viewer shows the same part of the file
+        assert [scene.folder for scene in server.scenes] == [out]
+        options = json.loads((out / "report.json").read_text())["request"]["options"]
+        assert (options["frame"], options["nan"]) == ([1, 0], 0)
 
 
 def test_the_command_serves_until_it_is_stopped() -> None:

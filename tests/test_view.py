@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,7 +47,7 @@ from carlreg.show import (  # noqa: E402
 )
 from carlreg.show.viewer import server as served  # noqa: E402
 from carlreg.show.viewer.guide import guided_task  # noqa: E402
-from carlreg.show.viewer.jobs import Job, Task  # noqa: E402
+from carlreg.show.viewer.jobs import Job, Status, Task  # noqa: E402
 from carlreg.show.viewer.scene import nifti  # noqa: E402
 
 FLIP = np.array([-1.0, -1.0, 1.0])
@@ -924,6 +925,45 @@ def test_points_guide_a_new_registration(tab: Page, tmp_path: Path) -> None:
         tab.wait("document.title === 'out · carl view' && document.body.dataset.ready === 'yes'")
         assert tab.get("pairs.length") == 0
         assert tab.complaints == []
+
+
+@dataclasses.dataclass
+class StandIn:
+    """A job that is as far as the test says."""
+
+    task: Task
+    status: Status
+
+    def describe(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.status), "seconds": 3}
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_correction_is_followed_after_a_reload(tab: Page, tmp_path: Path) -> None:
+    out, other, guided = save(tmp_path), tmp_path / "other", tmp_path / "out_guided"
+    for copy in (other, guided):
+        shutil.copytree(out, copy)
+    with running(out) as server:
+        server.scenes.append(viewer.load_scene(other))
+        opened(tab, server)
+        assert tab.get("byId('guide').hidden") is True
+        task = Task({"guide": "points.csv"}, str(guided))
+        server.job = job = StandIn(task, Status("running", "optimisation", 60))  # type: ignore[assignment]
+        tab.choose("#result", "0")
+        tab.wait("document.title === 'out · carl view' && document.body.dataset.ready === 'yes'")
+        assert tab.get("byId('guide').hidden || byId('job').hidden") is False
+        assert tab.get("byId('correct').ariaExpanded") == "true"
+        assert tab.get("byId('phase').textContent") == "optimisation, 60 %, 3 s"
+        job.status = Status("done")
+        tab.wait("document.title === 'out_guided · carl view' && document.body.dataset.ready === 'yes'")
+        assert tab.get("byId('guide').hidden") is True
+        assert tab.complaints == []
+        server.job = StandIn(task, Status("failed", message="the scans have no common part"))  # type: ignore[assignment]
+        opened(tab, server)
+        assert tab.get("byId('notes').textContent") == "the scans have no common part"
 
 
 def test_a_registration_can_be_cancelled_and_fails_in_one_line(tmp_path: Path) -> None:

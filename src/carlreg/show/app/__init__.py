@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib import resources
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from carlreg.errors import InputError
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.files.images import TWO_FILES
 from carlreg.files.label_names import TABLES, read_names
 from carlreg.files.results import ResultFolder
@@ -26,8 +27,18 @@ from carlreg.show.viewer.server import Refusal, Response, Server, choice_of, por
 
 ASSETS = {"": ("page.html", "text/html"), "app.css": ("app.css", "text/css"), "app.js": ("app.js", "text/javascript")}
 INPUTS = ("fixed", "moving", "fixed_seg", "moving_seg")
-OPTIONS = ("transform", "io_iterations", "io_sim", "certainty", "fixed_series", "moving_series")
+NUMBERS = ("frame", "channel", "nan")
+OPTIONS = ("transform", "io_iterations", "io_sim", "certainty", "fixed_series", "moving_series", *NUMBERS)
 """What the page can choose, of `RegisterOptions`."""
+ADVICE = {
+    "choose it by --series": "type its number under 'More options', such as",
+    "choose a time point by --frame N": "type a 'Time point' under 'More options'",
+    "choose it by --channel N": "type its 'Channel' under 'More options'",
+    "or --channel luminance": "or luminance",
+    "replace them by --nan 0": "type a number, such as 0, into 'Replace NaN by' under 'More options'",
+    OVERWRITE: "tick 'Replace an earlier result' under 'More options'",
+}
+"""What messages say to users of the command line, and what they say in the page instead."""
 RESERVE = 500_000_000
 """Bytes of the disk that uploads leave free, for results."""
 CHUNK = 1 << 20
@@ -36,7 +47,7 @@ CHUNK = 1 << 20
 class App(Server):
     """Serves the page without a result, takes files and starts registrations; see `serve`."""
 
-    posts = (*Server.posts, "upload", "start")
+    posts = (*Server.posts, "upload", "remove", "start")
     has_home = True
 
     def __init__(self, port: int = 0, *, model: str | None = None, out: Path | None = None) -> None:
@@ -84,9 +95,7 @@ class App(Server):
         for name in INPUTS:
             folder = str(self.folder / name)
             state["message"] = state["message"].replace(folder + os.sep, "").replace(folder, "the dropped folder")
-        state["message"] = state["message"].replace(
-            "choose it by --series", "type its number under 'More options', such as"
-        )
+        state["message"] = for_page(state["message"])
         return state
 
     # ---- requests that change something ----
@@ -94,18 +103,25 @@ class App(Server):
     def change(self, name: str, body: BufferedIOBase, length: int, options: dict[str, str]) -> Response:
         if name == "upload":  # without the lock: it may take a while
             return self.upload(body, length, options)
-        if name != "start":
+        if name not in ("remove", "start"):
             return super().change(name, body, length, options)
         value = read_json(body, length)
         with self.lock:
-            self.start(self.task(value))
+            if name == "start":
+                self.start(self.task(value))
+            elif (folder := self.folder_of(options)).exists():
+                shutil.rmtree(folder)
         return to_json({})
+
+    def folder_of(self, options: dict[str, str]) -> Path:
+        """Where the files of one of `INPUTS` are stored."""
+        if "side" not in options:
+            raise Refusal(400, "the request does not name an input")
+        return self.folder / choice_of(options, "side", INPUTS)
 
     def upload(self, body: BufferedIOBase, length: int, options: dict[str, str]) -> Response:
         """Store a file that belongs to one of `INPUTS`; its first one replaces those of before."""
-        if "side" not in options:
-            raise Refusal(400, "the upload does not name an input")
-        folder = self.folder / choice_of(options, "side", INPUTS)
+        folder = self.folder_of(options)
         if length > self.describe()["limit"]:
             raise Refusal(
                 413, f"the file has {length / 1e6:.0f} MB, more than the disk has room for; type its path instead"
@@ -150,31 +166,64 @@ class App(Server):
             if name not in inputs:
                 raise InputError(f"there is no {name} image; choose a file, drop one, or type its path")
         PairInputs(**inputs)
-        options = {name: value[name] for name in OPTIONS if value.get(name) is not None}
+        options = {name: as_typed(name, value[name]) for name in OPTIONS if value.get(name) is not None}
         try:
             task_options(options)
         except TypeError as error:
             raise InputError(f"the options cannot be used ({error})") from error
         model, names = value.get("model") or self.model or "default", value.get("label_names")
         named = read_names(names.strip()) if isinstance(names, str) and names.strip() else {}
+        overwrite = value.get("overwrite") is True
         return Task(
-            inputs, str(self.target(value.get("out"))), str(model), options, {str(k): v for k, v in named.items()}
+            inputs,
+            str(self.target(value.get("out"), overwrite=overwrite)),
+            str(model),
+            options,
+            {str(k): v for k, v in named.items()},
+            overwrite,
         )
 
-    def target(self, typed: object) -> Path:
+    def target(self, typed: object, *, overwrite: bool) -> Path:
         """The folder for a result: as typed, or a new one in that of the command, or in the private one."""
         if isinstance(typed, str) and typed.strip():
             path = Path(typed.strip().strip("\"'")).expanduser().absolute()
-            ResultFolder(path).check_free(overwrite=False)
+            try:
+                ResultFolder(path).check_free(overwrite=overwrite)
+            except ExistsError as error:
+                raise InputError(for_page(str(error))) from error
             return path
         root = self.folder / "results" if self.out is None else self.out.absolute()
         root.mkdir(parents=True, exist_ok=True)
         return free_path(root / "result")
 
 
+def for_page(message: str) -> str:
+    """A message that names fields of the page instead of options of the command line."""
+    for option, field in ADVICE.items():
+        message = message.replace(option, field)
+    return message
+
+
+def as_typed(name: str, value: object) -> object:
+    """An option, with numbers where the user typed them: one for both images, or two, separated by a comma."""
+    if not isinstance(value, str) or name not in NUMBERS:
+        return value
+    parts = [_number(part.strip()) for part in value.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _number(text: str) -> float | str:
+    """The number that a text is; or else the text, which `RegisterOptions` checks."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
 def safe_name(name: str) -> str:
-    """A file name of letters, digits, dots and dashes, which keeps its extension."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", re.split(r"[/\\]", name)[-1]).lstrip(".")
+    """The last part of a name, unchanged but for characters that some systems refuse: a header may refer to it."""
+    last = re.split(r"[/\\]", name)[-1]
+    cleaned = "".join(one if one.isprintable() and one not in ':*?"<>|' else "_" for one in last).lstrip(".")
     return cleaned[-120:].lstrip(".") or "file"
 
 

@@ -51,9 +51,12 @@ async function take(side, zone, files) {
     fill(zone, files.map((file) => file.name));
   } catch (error) {
     fill(zone, []);
+    await remove(side).catch(() => {});  // what has arrived
     throw error;
   } finally { busy--; refresh(); }
 }
+
+const remove = (side) => request(`remove?side=${side}`, {});
 
 function fill(zone, names) {
   zone.names = names;
@@ -82,7 +85,11 @@ function build(section) {
   Object.assign(pick, { type: "button", textContent: "Choose a file", onclick: () => input.click() });
   Object.assign(input, { type: "file", multiple: true, hidden: true });
   line.append(pick, " or drop one here", input);
-  zone.chosen = add("span", { className: "chosen" });
+  const held = add("div", { className: "held" });
+  zone.chosen = Object.assign(document.createElement("span"), { className: "chosen" });
+  zone.remove = Object.assign(document.createElement("button"), { type: "button", textContent: "remove", ariaLabel: `remove ${section.querySelector("h2").textContent.toLowerCase()}` });
+  zone.remove.onclick = careful(async () => { clear(); await remove(side); fill(zone, []); pick.focus(); });
+  held.append(zone.chosen, zone.remove);
   zone.path = add("input", { type: "text", placeholder: "or type a path on this machine", ariaLabel: `${side} path` });
   input.onchange = careful(() => take(side, zone, Array.from(input.files)));
   zone.path.oninput = refresh;
@@ -97,8 +104,12 @@ function build(section) {
 
 function refresh() {
   const ready = (side) => zones[side].names.length || zones[side].path.value.trim();
-  for (const side of Object.keys(zones)) zones[side].section.classList.toggle("full", Boolean(ready(side)));
   const running = !byId("job").hidden;
+  for (const [side, zone] of Object.entries(zones)) {
+    zone.section.classList.toggle("full", Boolean(ready(side)));
+    zone.remove.hidden = !zone.names.length;
+    zone.remove.disabled = busy || running;
+  }
   byId("start").disabled = busy || running || !ready("fixed") || !ready("moving");
   byId("wait").textContent = running ? "" : busy ? "sending files" : !ready("fixed") ? "Choose the fixed image." : !ready("moving") ? "Choose the moving image." : "";
   byId("refine").disabled = byId("transform").value !== "deformable" || byId("model").value === "none";
@@ -107,9 +118,11 @@ function refresh() {
 function chosen() {
   const paths = Object.fromEntries(Object.keys(zones).map((side) => [side, zones[side].path.value]));
   const network = byId("refine").disabled || byId("refine").checked;
+  const typed = (id) => byId(id).value.trim() || null;
   return { paths, transform: byId("transform").value, model: byId("model").value, io_iterations: network ? null : 0,
-    fixed_series: byId("fixed_series").value.trim() || null, moving_series: byId("moving_series").value.trim() || null,
-    label_names: byId("names").value, out: byId("out").value };
+    fixed_series: typed("fixed_series"), moving_series: typed("moving_series"),
+    frame: typed("time_point"), channel: typed("channel"), nan: typed("nan"),
+    label_names: typed("names"), out: typed("out"), overwrite: byId("overwrite").checked };
 }
 
 async function follow() {
@@ -136,6 +149,7 @@ async function start() {
   byId("out").placeholder = app.out ? `a new folder in ${app.out}` : "none: download what you want to keep before you stop carl app";
   byId("last").hidden = !app.has_result;
   for (const [side, names] of Object.entries(app.uploads)) fill(zones[side], names);
+  byId("more").open = zones.fixed_seg.names.length + zones.moving_seg.names.length > 0;
   byId("transform").onchange = byId("model").onchange = refresh;
   byId("form").onsubmit = (event) => {
     event.preventDefault();
@@ -144,7 +158,7 @@ async function start() {
   };
   byId("cancel").onclick = careful(() => request("cancel", {}));
   refresh();
-  if (app.job && app.job.state === "running") { byId("job").hidden = false; careful(follow)(); }
+  if (app.job) await careful(follow)();
   document.body.dataset.ready = "yes";
 }
 

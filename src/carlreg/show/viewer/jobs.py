@@ -43,6 +43,7 @@ class Task:
     model: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)  # some of those of `RegisterOptions`
     label_names: Mapping[str, str] = field(default_factory=dict)
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def run(task: Task, report: Callable[..., None]) -> None:
     names = {int(label): name for label, name in task.label_names.items()}
     result = replace(result, record=replace(result.record, label_names=names))
     begin("writing")
-    result.save(task.out, extra={PAGE: lambda: pages.page(result)})
+    result.save(task.out, overwrite=task.overwrite, extra={PAGE: lambda: pages.page(result)})
 
 
 def task_options(options: Mapping[str, Any]) -> RegisterOptions:

@@ -472,6 +472,10 @@ async function start() {
   const first = panels.fixed ? "fixed" : "warped";
   await go(first, Array.from(panels[first].frac2mm([0.5, 0.5, 0.5], 0, true)));
   await recall();
+  if (scene.correcting) {
+    await byId("correct").onclick();
+    await careful(follow)();
+  }
   document.body.dataset.ready = "yes";
 }
 

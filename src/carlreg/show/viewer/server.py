@@ -150,7 +150,7 @@ class Server(ThreadingHTTPServer):
             results = [scene.folder.name for scene in self.scenes]
             return to_json(
                 {**self.scene.describe(), "report": self.report_path, "results": results, "token": self.token}
-                | {"home": self.has_home}
+                | {"home": self.has_home, "correcting": self.job is not None and "guide" in self.job.task.inputs}
                 | {"files": [file for file in NAMES if self.scene.file(file) is not None]}
             )
         if name == "match.json":
@@ -203,7 +203,8 @@ class Server(ThreadingHTTPServer):
         if isinstance(result, int) and 0 <= result < len(self.scenes):
             self.scenes.append(self.scenes.pop(result))
         elif self.job is not None and self.job.status.state == "done":
-            self.scenes.append(load_scene(self.job.task.out, trust=self.trust))
+            scene = load_scene(self.job.task.out, trust=self.trust)
+            self.scenes = [*(one for one in self.scenes if one.folder != scene.folder), scene]  # it may be replaced
             self.job = None
         else:
             raise Refusal(400, "there is no such result")
