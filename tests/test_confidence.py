@@ -35,12 +35,15 @@ from carlreg.confidence.evidence import Evidence
 from carlreg.confidence.gather import Gathered
 from carlreg.confidence.verdict import Circumstances, find_calibration, judge
 from carlreg.errors import InputError
+from carlreg.evaluation.scores import score
+from carlreg.evaluation.sources import from_folder
 from carlreg.explain import Inside
 from carlreg.files import images
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, map_points
 from carlreg.files.orientation import to_closest_ras
 from carlreg.files.results import EXPECTED_ERROR, TRANSFORM, WARPED, Confidence, ResultFolder
+from carlreg.files.tables import Pair
 from carlreg.files.transform_files import read as read_transform
 from carlreg.geometry.grids import voxel_points
 from carlreg.geometry.resizing import resize
@@ -52,6 +55,7 @@ from carlreg.model.zoo import carl, xi
 from carlreg.preparation import Prepared, preprocess
 from carlreg.registration.affine_search import Scan
 from carlreg.registration.orientation_search import AXES, orientations, search_orientation
+from carlreg.show.viewer.scene import load_scene
 from carlreg.synthesis.patients import patient
 
 SIDE = 32
@@ -775,6 +779,13 @@ def test_a_mirrored_scan_is_named_and_mirrored_only_on_request(
     report = done.read_report()
     assert report.orientation["applied"]
     assert report.metrics["folds_percent"] < 1
+    capsys.readouterr()
+    assert main(["jacobian", "-t", str(done.path), "-o", str(tmp_path / "jacobian.nii.gz")]) == 0
+    assert f"folds {report.metrics['folds_percent']:.4f} %" in capsys.readouterr().out  # the same everywhere
+    pairs = Pair("fixed", pair[0], mirrored)
+    scores = score(pairs, lambda *scans: from_folder(done.path, *scans, root=tmp_path))
+    assert scores.figures["folds_percent"] == pytest.approx(report.metrics["folds_percent"], abs=1e-6)
+    assert np.median(load_scene(done.path, trust=True).determinant.data) > 0
     warped = images.read(done[WARPED]).data.astype(float)
     assert np.corrcoef(warped.ravel(), fixed.data.astype(float).ravel())[0, 1] > 0.95
     assert main([*words[:2], str(pair[0]), "-m", str(pair[1]), *words[5:], "-o", str(tmp_path / "right")]) == 0

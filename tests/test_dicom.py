@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from carlreg import register
 from carlreg.cli import main
+from carlreg.errors import InputError
 from carlreg.files import images
 from carlreg.files.images import Choice, Image, ImageError, from_array, list_series, map_points, read
 from carlreg.files.orientation import to_closest_ras
@@ -108,6 +110,11 @@ def test_series_on_the_command_line(
     )
     with pytest.raises(ImageError, match="is a file, but a DICOM series was chosen"):
         read(tmp_path / "a.nii.gz", Choice(series="1"))
+    short: dict[str, Any] = {"model": "none", "transform": "rigid", "io_iterations": 0}
+    one = register(fixed=tmp_path / "a.nii.gz", moving=folder, series="2", **short)  # the other image is a file
+    assert "arterial" in one.moving.name
+    with pytest.raises(InputError, match=r"a DICOM series was chosen \(2\), but .* are files; expected a folder"):
+        register(fixed=tmp_path / "a.nii.gz", moving=tmp_path / "a.nii.gz", series="2", **short)
     both = register(fixed=folder, moving=folder, series="2", model="none", transform="rigid", io_iterations=0)
     assert "arterial" in both.fixed.name
     assert "arterial" in both.moving.name

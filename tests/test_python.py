@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from carlreg.files import images, world_transform
 from carlreg.files.images import Choice, Image, ImageError, as_image, from_array, map_points
 from carlreg.files.results import Confidence
 from carlreg.registration.picture import TITLES, slices
+from carlreg.show.viewer.scene import load_scene
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -133,6 +135,25 @@ def test_the_viewer_of_a_result_in_memory(result: Registration) -> None:
     finally:
         viewer.close()
     assert not folder.exists()
+
+
+def test_the_viewer_finds_what_it_needs_to_register_again(tmp_path: Path, pair: tuple[Image, Image]) -> None:
+    """The third time point of a 4-D file, and a mask, which is still a file."""
+    series = np.stack([pair[0].data, pair[0].data, pair[1].data], axis=-1)
+    nib.save(nib.Nifti1Image(series, np.diag([-1, -1, 1, 1]) @ pair[1].affine), tmp_path / "series.nii.gz")
+    images.write(Image((pair[0].data > 300).astype(np.uint8), pair[0].affine), tmp_path / "mask.nii.gz")
+    given: dict[str, Any] = {"model": "none", "transform": "rigid", "io_iterations": 0, "frame": 2}
+    given["fixed_mask"] = tmp_path / "mask.nii.gz"
+    result = register(fixed=pair[0], moving=tmp_path / "series.nii.gz", **given)
+    viewer = result.view(browser=False)
+    try:
+        scene = load_scene(Path(viewer.folder.name) / "result")
+        assert scene.notes == ()
+        assert {"fixed", "moving"} <= set(scene.images)
+        assert scene.images["moving"].shape == pair[1].shape
+        assert scene.paths["fixed_mask"] == tmp_path / "mask.nii.gz"
+    finally:
+        viewer.close()
 
 
 def test_images_of_other_libraries(pair: tuple[Image, Image]) -> None:

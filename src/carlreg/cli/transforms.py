@@ -182,7 +182,9 @@ def jacobian(
         grid = _read_reference(reference, transform, mapping)
         if grid.dim != mapping.dim:
             raise InputError(f"the transform is {mapping.dim}-D but the reference is {grid.dim}-D; expected the same")
-        result = world_transform.jacobian_determinant(mapping, grid)
+        folder = ResultFolder(transform[0])
+        mirrored = len(transform) == 1 and folder[REPORT].is_file() and folder.read_report().is_mirrored
+        result = world_transform.jacobian_determinant(mapping, grid, mirrored=mirrored)
         images.write(result, out, overwrite=overwrite)
     folds, spread, values = world_transform.folds_percent(result), world_transform.sd_log_jacobian(result), result.data
     typer.echo(
@@ -276,7 +278,8 @@ def _check_direction(image: Path, paths: list[Path], inverse: bool) -> None:
     from carlreg.files.checksums import sha256
 
     checksum, inputs = sha256(image), result.read_report().inputs
-    sides = {name.partition("_")[0] for name, one in inputs.items() if one.sha256 == checksum}
+    names = [name for name, one in inputs.items() if one.sha256 == checksum]
+    sides = {"moving" if name.startswith("moving") else "fixed" for name in names}
     if sides == {"moving" if inverse else "fixed"}:
         given, other = ("moving", "fixed") if inverse else ("fixed", "moving")
         advice = "leave --inverse out" if inverse else "give --inverse"
@@ -303,8 +306,22 @@ def _read_reference(reference: Path | None, paths: list[Path], transform: Any, *
     if isinstance(transform, WorldTransform) and not transform.is_linear:
         shape = transform.displacement.shape[:-1]
         return Image(np.zeros(shape, np.uint8), transform.lattice, f"the grid of {paths[0]}")
-    if inverse and result is not None and result[REPORT].is_file():
-        moving = result.read_report().inputs.get("moving")
-        if moving is not None and moving.path is not None and Path(moving.path).exists():
-            return images.read(moving.path)
+    if inverse and result is not None and result[REPORT].is_file() and (found := _moving_grid(result)) is not None:
+        return found
     raise InputError(f"{paths[0]} does not define an output grid; give an image with --reference")
+
+
+def _moving_grid(result: ResultFolder) -> Image | None:
+    """The grid of a result's moving image, where that is found: at its recorded place or in the folder, by its name."""
+    from carlreg.files import images
+    from carlreg.files.choice import Choice
+
+    report = result.read_report()
+    moving = report.inputs.get("moving")
+    if moving is None or moving.path is None:
+        return None
+    options = {} if report.request is None else report.request.options
+    for path in (Path(moving.path), result.path / Path(moving.path).name):
+        if path.exists():
+            return images.read(path, Choice.of_pair(options, "moving", path))
+    return None

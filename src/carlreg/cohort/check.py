@@ -80,7 +80,7 @@ def _of_files(pair: Pair, options: RegisterOptions, outline: Outline) -> Iterato
             found[name] = result
 
     for side in SIDES:
-        yield from attempt(side, getattr(pair, side), Choice.of(vars(options), side))
+        yield from attempt(side, getattr(pair, side), Choice.of_pair(vars(options), side, getattr(pair, side)))
         for kind, what in (("seg", "a label map"), ("mask", "a mask")):
             if (path := getattr(pair, f"{side}_{kind}")) is not None:
                 yield from attempt(f"{side}_{kind}", path, Choice())

@@ -102,7 +102,7 @@ def score(
         with scores.noting_failures():
             _score_landmarks(scores, pair, (fixed, moving), result.transform, dataset)
         with scores.noting_failures():
-            determinants = world_transform.jacobian_determinant(dense, fixed)
+            determinants = world_transform.jacobian_determinant(dense, fixed, mirrored=result.mirrored)
             scores.figures["folds_percent"] = world_transform.folds_percent(determinants)
             scores.figures["sd_log_jacobian"] = world_transform.sd_log_jacobian(determinants)
         with scores.noting_failures("inverse consistency: "):

@@ -40,6 +40,8 @@ class Result:
     peak_gib: float = math.nan
     inverse_consistency_mm: float = math.nan
     """As the method reports it; otherwise it is measured, if there is an inverse."""
+    mirrored: bool = False
+    """Whether a scan was mirrored on purpose, so that determinants are negative where nothing folds."""
 
 
 Method = Callable[[Pair, Image, Image], Result]
@@ -170,13 +172,14 @@ def _report(folder: Path) -> Report:
         return Report()
 
 
-def _figures(report: Report) -> dict[str, float]:
-    """Time, memory and inverse consistency as a report has them."""
+def _figures(report: Report) -> dict[str, Any]:
+    """Time, memory, inverse consistency and orientation as a report has them."""
     memory, metrics = report.peak_memory_gb, report.metrics
     figures = {
         "seconds": report.seconds.get("total", metrics.get("seconds")),
         "peak_gib": memory.get("gpu", memory.get("process", metrics.get("peak_gib"))),
         "inverse_consistency_mm": metrics.get("inverse_consistency_mm"),
+        "mirrored": report.is_mirrored,
     }
     return {key: value for key, value in figures.items() if value is not None}
 

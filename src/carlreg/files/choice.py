@@ -1,7 +1,9 @@
 """One scalar image of a file that holds more: a time point, a channel or the luminance, with finite values."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +13,8 @@ from carlreg.files.checks import ImageError, Matrix, check_finite, times
 from carlreg.files.results import PICTURES
 
 Voxels = npt.NDArray[Any]
+CHOICES = ("nan", "frame", "channel", "series", "fixed_series", "moving_series")
+"""Options of a registration that say what to take of its files."""
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, by ITU-R BT.601
 
 
@@ -31,6 +35,14 @@ class Choice:
         numbers = {k: int(v) if isinstance(v, str) and v.isdecimal() else v for k, v in chosen.items()}
         series = options.get(f"{side}_series") or options.get("series")
         return cls(**numbers, series=None if series is None else str(series))
+
+    @classmethod
+    def of_pair(cls, options: Mapping[str, Any], side: str, source: Any) -> "Choice":
+        """The choice for one image of a pair, whose `source` may be a path. A series that is not that of one image
+        alone is chosen in DICOM folders: the other image may be a file."""
+        choice = cls.of(options, side)
+        is_file = isinstance(source, str | os.PathLike) and Path(source).is_file()
+        return replace(choice, series=None) if is_file and not options.get(f"{side}_series") else choice
 
     def check(self, size: Sequence[int], components: int, name: str) -> None:
         """Refuse an image that is not one scalar 2-D or 3-D image once this is taken of it."""

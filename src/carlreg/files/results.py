@@ -150,6 +150,11 @@ class Report:
     request: Request | None = None
     """What was asked for; None in reports of earlier versions."""
 
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether two sides of the moving scan were exchanged on purpose, so that no determinant is as usual."""
+        return bool((self.orientation or {}).get("mirrored"))
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, without numbers that are not finite."""
         values = asdict(self)

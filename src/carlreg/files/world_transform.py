@@ -401,9 +401,10 @@ def invert_points(transform: WorldTransform, points: npt.ArrayLike) -> tuple[Mat
     return solution, np.where(transform.contains(found).numpy(), missed, np.nan)
 
 
-def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
+def jacobian_determinant(transform: PointMap, grid: Image, *, mirrored: bool = False) -> Image:
     """det ∇T at the voxels of `grid`, an image in the fixed image's world, as a float32 image: above 1 where the moving
-    image has more volume, below 0 where T folds. Central differences over one voxel, one-sided at the border.
+    image has more volume, below 0 where T folds. Central differences over one voxel, one-sided at the border. Where a
+    scan was `mirrored` on purpose, because of its header, they are negated: a fold is what was not.
 
     >>> folds_percent(jacobian_determinant(T, fixed))
     """
@@ -420,7 +421,7 @@ def jacobian_determinant(transform: PointMap, grid: Image) -> Image:
             after = [2 * last.narrow(axis, 1, 1) - last.narrow(axis, 0, 1)] * (a.stop == b.stop)
             moved = torch.cat([*before, moved, *after], dim=axis)
         result[box] = jacobian.determinant_per_voxel(moved[None])[0].numpy()
-    return Image(result, grid.index_to_world(), "jacobian")
+    return Image(-result if mirrored else result, grid.index_to_world(), "jacobian")
 
 
 def folds_percent(determinants: Image) -> float:

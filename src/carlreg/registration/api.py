@@ -332,8 +332,7 @@ def _changes_of_volume(world: WorldTransform, case: Case, *, mirrored: bool) -> 
     if world.is_linear:
         folded = bool(np.linalg.det(world.affine) < 0) != mirrored
         return {"folds_percent": 100.0 * folded, "sd_log_jacobian": 0.0}
-    determinants = world_transform.jacobian_determinant(world, case.fixed)
-    determinants = replace(determinants, data=-determinants.data) if mirrored else determinants
+    determinants = world_transform.jacobian_determinant(world, case.fixed, mirrored=mirrored)
     return {
         "folds_percent": world_transform.folds_percent(determinants),
         "sd_log_jacobian": world_transform.sd_log_jacobian(determinants),

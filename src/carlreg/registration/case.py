@@ -49,8 +49,12 @@ class Case:
 
     @classmethod
     def read(cls, inputs: PairInputs, options: RegisterOptions = DEFAULT) -> Case:
-        fixed = as_image(inputs.fixed, "fixed", Choice.of(vars(options), "fixed"))
-        moving = as_image(inputs.moving, "moving", Choice.of(vars(options), "moving"))
+        given = {"fixed": inputs.fixed, "moving": inputs.moving}
+        choices = {side: Choice.of_pair(vars(options), side, source) for side, source in given.items()}
+        if options.series is not None and all(choice.series is None for choice in choices.values()):
+            files = f"{inputs.fixed} and {inputs.moving}"
+            raise InputError(f"a DICOM series was chosen ({options.series}), but {files} are files; expected a folder")
+        fixed, moving = (as_image(source, side, choices[side]) for side, source in given.items())
         if fixed.dim != moving.dim:
             raise InputError(f"the fixed image is {fixed.dim}-D and the moving one {moving.dim}-D; expected the same")
         return cls(

@@ -86,6 +86,7 @@ def describe_orientation(found: Orientation | None, *, applied: bool) -> dict[st
     return {
         "seems": found.describe() if found.is_wrong else "as in its header",
         "applied": applied and found.is_wrong,
+        "mirrored": applied and found.is_wrong and found.is_reflection,
         "likeness": round(found.similarity, 4),
         "likeness_as_given": round(found.given_similarity, 4),
         "cannot_tell": found.undecided,

@@ -153,7 +153,7 @@ class Registration:
 
     def jacobian(self) -> Image:
         """The Jacobian determinant on the fixed image's grid: above 1 where the moving image has more volume."""
-        return world_transform.jacobian_determinant(self.transform, self.fixed)
+        return world_transform.jacobian_determinant(self.transform, self.fixed, mirrored=self.record.is_mirrored)
 
     @property
     def metrics(self) -> Mapping[str, float]:

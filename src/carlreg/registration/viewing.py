@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 from carlreg.errors import CarlError
 from carlreg.files import images
 from carlreg.files.checksums import sha256
+from carlreg.files.choice import CHOICES
+from carlreg.files.results import Request
 
 if TYPE_CHECKING:
     from carlreg.registration.result import Registration
+
+
+def _of_images(request: Request | None) -> Request | None:
+    """The same of images from which nothing has to be chosen any more."""
+    if request is None:
+        return None
+    return replace(request, options={**request.options, **dict.fromkeys(CHOICES)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +43,9 @@ class Viewer:
             path = Path(folder.name) / f"{name}.nii.gz"
             images.write(image, path)
             inputs[name] = replace(inputs[name], path=str(path), sha256=sha256(path), given_as=None)
-        kept = {name: one for name, one in inputs.items() if name in ("fixed", "moving")}
-        replace(result, record=replace(result.record, inputs=kept)).save(Path(folder.name) / "result")
+        kept = {name: one for name, one in inputs.items() if one.path is not None}
+        record = replace(result.record, inputs=kept, request=_of_images(result.record.request))
+        replace(result, record=record).save(Path(folder.name) / "result")
         words = [sys.executable, "-m", "carlreg", "view", f"{folder.name}/result"]
         words += [] if browser else ["--no-browser"]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, encoding="utf-8")

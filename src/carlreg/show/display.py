@@ -79,6 +79,6 @@ def grid_over(image: Image, shape: tuple[int, ...]) -> Image:
     return Image(np.zeros(shape, np.uint8), affine)
 
 
-def determinant(transform: PointMap, fixed: Image, voxels: int) -> Image:
+def determinant(transform: PointMap, fixed: Image, voxels: int, *, mirrored: bool) -> Image:
     """det ∇T over the fixed image, at a display's resolution."""
-    return world_transform.jacobian_determinant(transform, display_grid(fixed, voxels))
+    return world_transform.jacobian_determinant(transform, display_grid(fixed, voxels), mirrored=mirrored)

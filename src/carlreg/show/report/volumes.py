@@ -179,7 +179,7 @@ def _lattice_error(registration: Registration, lattice: Matrix, fixed: Image, mo
 
 def _jacobian(registration: Registration, fixed: Image) -> dict[str, Any]:
     """det ∇T as levels: 0 where the transform folds, 1 to 255 for 2^−2 to 2^2 times the volume."""
-    values = determinant(registration.transform, fixed, MAP_VOXELS).data
+    values = determinant(registration.transform, fixed, MAP_VOXELS, mirrored=registration.record.is_mirrored).data
     doublings = np.log2(np.clip(values, 1e-6, None)) / DOUBLINGS
     return volume(np.where(values <= 0, 0, np.clip(np.rint(128 + 127 * doublings), 1, 255)).astype(np.uint8))
 

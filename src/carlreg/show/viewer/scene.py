@@ -21,7 +21,8 @@ import numpy as np
 from carlreg.errors import InputError, user_message
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
-from carlreg.files.images import Choice, Image, ImageError, Matrix, map_points
+from carlreg.files.choice import CHOICES, Choice
+from carlreg.files.images import Image, ImageError, Matrix, map_points
 from carlreg.files.label_names import guess_names
 from carlreg.files.results import (
     EXPECTED_ERROR,
@@ -45,8 +46,6 @@ RAS = np.array([-1.0, -1.0, 1.0])
 """Signs that convert LPS to RAS and back."""
 OTHERS = ("initial_transform", "rigid_mask", "moving_rigid_mask")
 """Inputs that are not shown, but needed to register again."""
-CHOICES = ("nan", "frame", "channel", "series", "fixed_series", "moving_series")
-"""Options that choose what is read of an input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,9 @@ class Scene:
 
     @functools.cached_property
     def determinant(self) -> Image:
-        return determinant(self.transform, self.images["warped"], MAP_VOXELS)  # on the fixed image's grid
+        mirrored = self.record is not None and self.record.is_mirrored
+        fixed = self.images["warped"]  # on its grid
+        return determinant(self.transform, fixed, MAP_VOXELS, mirrored=mirrored)
 
     @functools.cached_property
     def warped_labels(self) -> Image:
@@ -225,10 +226,10 @@ class _Loader:
             self.notes.append(str(error))
             return {}
 
-    def choice(self, side: str) -> Choice:
+    def choice(self, side: str, path: Path) -> Choice:
         """Which series, frame and channel of an input were registered."""
         chosen: dict[str, Any] = {name: self.options.get(name) for name in CHOICES}
-        return Choice.of(vars(RegisterOptions(**chosen)), side)
+        return Choice.of_pair(vars(RegisterOptions(**chosen)), side, path)
 
     def result(self, name: str) -> Path:
         """The path of one of the folder's own files."""
@@ -286,7 +287,7 @@ class _Loader:
         labels = name not in ("fixed", "moving")
         unchanged = entry.sha256 == sha256(path)
         if unchanged or self.allows(path):
-            image = images.read_labels(path) if labels else images.read(path, self.choice(name))
+            image = images.read_labels(path) if labels else images.read(path, self.choice(name, path))
             # A header may have its voxels in another file.
             unchanged = unchanged and (labels or entry.sha256_voxels == _voxel_checksum(image))
             if unchanged or self.allows(path):
