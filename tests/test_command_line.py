@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -85,6 +87,24 @@ def test_every_error_about_existing_results_names_overwrite(data: Path, tmp_path
     assert code == 1
     assert "io_iterations=0 instead of 1" in err
     assert "--overwrite" in err
+    made = tmp_path / "template"
+    made.mkdir()
+    (made / "template.json").write_text("{}", encoding="utf-8")
+    words = [
+        "template",
+        data / "fixed.nii.gz",
+        data / "moving.nii.gz",
+        "-o",
+        made,
+        "--model",
+        data / "small.safetensors",
+    ]
+    refused(run, words, "--overwrite")
+    (tmp_path / "cohort.json").write_text("{", encoding="utf-8")
+    code, err = run("cohort", table, "-o", tmp_path, "--model", data / "small.safetensors")
+    assert code == 1
+    assert "is damaged" in err
+    assert "--overwrite" in err
     for refuse in (atomic.refuse_existing, lambda path, no: atomic.refuse_result(path.parent, "report.json", no)):
         with pytest.raises(ExistsError, match="--overwrite"):
             refuse(out / "report.json", False)
@@ -102,6 +122,16 @@ def test_a_result_folder_defines_both_grids(data: Path, tmp_path: Path, run: Run
         assert back.shape == moving.shape
         assert np.allclose(back.affine, moving.affine, atol=1e-4)
         assert np.abs(back.data.astype(int) - moving.data).mean() < 0.1 * moving.data.mean()
+    frames = np.stack([moving.data, moving.data[::-1]], axis=-1)
+    affine = np.diag([-1, -1, 1, 1]) @ moving.affine
+    nib.save(nib.Nifti1Image(frames, affine), tmp_path / "frames.nii.gz")
+    words = ["register", "-f", data / "fixed.nii.gz", "-m", tmp_path / "frames.nii.gz", "--frame", 0, "--no-html"]
+    assert run(*words, "-o", tmp_path / "one", "--model", "none", "--transform", "rigid")[0] == 0
+    shutil.copy(tmp_path / "frames.nii.gz", tmp_path / "one")
+    (tmp_path / "frames.nii.gz").unlink()  # it is found beside the result, too
+    target = tmp_path / "back.nii.gz"
+    assert run("warp", "-i", data / "fixed.nii.gz", "-t", tmp_path / "one", "--inverse", "-o", target)[0] == 0
+    assert images.read(target).shape == moving.shape
 
 
 def test_the_wrong_direction_is_noticed(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
@@ -112,6 +142,11 @@ def test_the_wrong_direction_is_noticed(data: Path, tmp_path: Path, run: Run) ->
     refused(run, ["warp", "-i", data / "fixed.nii.gz", *to], "belongs to the fixed image of")
     refused(run, ["warp", "-i", data / "fixed_seg.nii.gz", "--labels", *to], "give --inverse")
     refused(run, ["warp", "-i", data / "moving.nii.gz", "--inverse", *to], "leave --inverse out")
+    assert run("warp", "-i", data / "moving_seg.nii.gz", "--labels", *to)[0] == 0
+    rigid = ["--rigid-mask", data / "fixed_seg.nii.gz", "--moving-rigid-mask", data / "moving_seg.nii.gz"]
+    assert run(*pair(data, tmp_path / "rigid", "--no-html", "--io-iterations", 1, *rigid))[0] == 0
+    to = ["-t", tmp_path / "rigid", "-o", tmp_path / "warped_again.nii.gz"]
+    refused(run, ["warp", "-i", data / "fixed_seg.nii.gz", "--labels", *to], "belongs to the fixed image of")
     assert run("warp", "-i", data / "moving_seg.nii.gz", "--labels", *to)[0] == 0
     same = tmp_path / "same"
     words = ["register", "-f", data / "fixed.nii.gz", "-m", data / "fixed.nii.gz", "-o", same, "--no-html"]

@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import re
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from carlreg import gradicon, save
 from carlreg.cli import main
 from carlreg.files import images
 from carlreg.files.images import Image, map_points
+from carlreg.model import loaded
+from carlreg.registration.viewing import Viewer
 
-pytest.importorskip("SimpleITK")
-from test_product import blobs, oblique
+sitk = pytest.importorskip("SimpleITK")
+from test_agreement import state_dict  # noqa: E402
+from test_product import blobs, oblique  # noqa: E402
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -73,6 +78,52 @@ def test_every_command_of_the_page_for_newcomers_runs(folder: Path, capsys: pyte
         assert all((folder / name).exists() for name in out)
     other = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert other == ["ANTs", "elastix", "uniGradICON", "FSL"]
+
+
+SMALLER = {
+    "steps=20_000": 'steps=2, model="small.safetensors"',
+    "(128, 128, 96)": "(16, 16, 16)",
+    '"cuda"': '"cpu"',
+    "workers=4": "workers=1",
+    'out="template"': 'out="template", iterations=1, io_iterations=1',
+}
+"""What takes long, needs a GPU, or would start processes that do not know the small model."""
+
+
+@pytest.fixture
+def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every file that pages name in Python, and the small model as the default one."""
+    monkeypatch.setattr(loaded, "DEFAULT", "small.safetensors")
+    monkeypatch.setattr(Viewer, "of", lambda result, browser: None)
+    (folder / "atlases").mkdir()
+    (folder / "scans").mkdir()
+    scan, labels = images.read(folder / "fixed.nii.gz"), images.read(folder / "fixed_labels.nii.gz")
+    for name in ("a", "b", "c", "scan", "template", "scans/one", "scans/two", "atlases/one", "atlases/two"):
+        images.write(scan, folder / f"{name}.nii.gz")
+        images.write(replace(labels, data=47 * labels.data), folder / f"{name}_labels.nii.gz")
+    rows = [f"scans/{name}.nii.gz,scans/{name}_labels.nii.gz" for name in ("one", "two")]
+    (folder / "scans.csv").write_text("\n".join(["image,labels", *rows, ""]), encoding="utf-8")
+    torch.save(state_dict("gradicon-2d"), folder / "network_weights.trch")
+    return folder
+
+
+def test_python_that_needs_files_runs(everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks that tests/test_docs.py does not run, in the order of the pages."""
+    pages = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    blocks = [block for text in texts for block in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL)]
+    assert len(blocks) >= 9
+    assert all(any(word in block for block in blocks) for word in SMALLER)
+    points = np.array([[10.0, -20.0, 30.0]])
+    scans = {name: sitk.ReadImage(str(everything / f"{name}.nii.gz")) for name in ("fixed", "moving")}
+    for block in blocks:
+        for long, short in SMALLER.items():
+            block = block.replace(long, short)
+        if '.save("out")' in block:
+            shutil.rmtree("out", ignore_errors=True)  # of an earlier page
+        exec(block, {"carlreg": carlreg, "torch": torch, "landmarks": points, "points": points, **scans})
+    made = ("out/transform.h5", "template/template.nii.gz", "labels/labels.nii.gz", "run/last.safetensors")
+    assert all((everything / name).is_file() for name in (*made, "results/summary.csv", "imported.safetensors"))
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import carlreg
 from carlreg import fast
-from carlreg.errors import CarlError
 from carlreg.fast.devices import available_memory
 from carlreg.files import images, transform_files, world_transform
 from carlreg.files.checksums import sha256
@@ -58,7 +57,7 @@ def examine() -> Iterator[Finding]:
     for name, check in CHECKS.items():
         try:
             yield from check()
-        except (CarlError, OSError, RuntimeError, ImportError) as error:
+        except Exception as error:
             text = " ".join(str(error).split())[:300] or type(error).__name__
             yield Finding(name, "red", f"the check failed: {text}", "please report it with this line")
 
@@ -236,7 +235,8 @@ def threads() -> Iterator[Finding]:
     used = torch.get_num_threads()
     if used < cores // 2:
         variable = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "a limit of PyTorch"
-        yield Finding("threads", "note", f"{used} of {cores} cores are used, because of {variable}")
+        advice = f"raise or unset {variable}" if "OMP" in variable else "give --threads to use more"
+        yield Finding("threads", "note", f"{used} of {cores} cores are used, because of {variable}", advice)
     else:
         yield Finding("threads", "green", f"{used} for {cores} core{'s' if cores != 1 else ''}")
 

@@ -27,7 +27,7 @@ from carlreg.atlases.average import Average, Subject
 from carlreg.atlases.inputs import list_scans, read_each, read_scan
 from carlreg.atlases.options import TemplateOptions
 from carlreg.atlases.work import Task, check_workers, register_each, source_of
-from carlreg.errors import ExistsError, InputError
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images, world_transform
 from carlreg.files.atomic import PathLike, only_writer, write_atomically, write_together
@@ -119,7 +119,7 @@ class Template:
 
         target = Path(folder)
         if (target / RECORD).exists() and not overwrite:
-            raise ExistsError(f"{target} already holds {RECORD}; choose another folder, or allow overwriting")
+            raise ExistsError(f"{target} already holds {RECORD}; choose another folder, or {OVERWRITE}")
         rows = []
         with write_together(target, NAMES, last=RECORD, overwrite=overwrite) as staging:
             images.write(self.image, staging / IMAGE)
@@ -265,7 +265,7 @@ class Builder:
         rows = [] if journal is None else list(journal.rows)
         kinds: list[Kind] = ["centred", "affine", *["deformable"] * self.options.iterations]  # type: ignore[list-item]
         if journal is not None and len(rows) >= len(kinds):
-            raise ExistsError(f"{journal.folder} already holds this template; choose another folder, or overwrite it")
+            raise ExistsError(f"{journal.folder} already holds this template; choose another folder, or {OVERWRITE}")
         grid = average.common_grid(self.subjects, self.options.spacing)
         target = journal.read(len(rows) - 1) if rows and journal is not None else None
         result: Average | None = None
@@ -366,7 +366,7 @@ class Journal:
         path = folder / JOURNAL
         if overwrite or not path.is_file():
             if (folder / RECORD).exists() and not overwrite:
-                raise ExistsError(f"{folder} already holds {RECORD}; choose another folder, or allow overwriting")
+                raise ExistsError(f"{folder} already holds {RECORD}; choose another folder, or {OVERWRITE}")
             shutil.rmtree(folder / WORK, ignore_errors=True)
             for old in (folder / ITERATIONS).glob("*.nii.gz"):
                 old.unlink()
@@ -377,10 +377,10 @@ class Journal:
             rows = tuple(Iteration(**row) for row in old["rows"])
             different = _differences(old["record"], record)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{path} is damaged ({error}); overwrite it, or choose another folder") from error
+            raise InputError(f"{path} is damaged ({error}); choose another folder, or {OVERWRITE}") from error
         if different:
             held = f"{folder} holds a template with {', '.join(different)}"
-            raise ExistsError(f"{held}; choose another folder, or allow overwriting")
+            raise ExistsError(f"{held}; choose another folder, or {OVERWRITE}")
         return cls(folder, record, rows)
 
     def path(self, number: int) -> Path:

@@ -116,7 +116,7 @@ def run_cohort(
     from carlreg.cohort.api import register_cohort
     from carlreg.cohort.check import BadPairsError, lines
 
-    message(f"checking the files of {len(pairs)} pairs")
+    message(f"checking the files of {len(pairs)} pair{'s' if len(pairs) != 1 else ''}")
     with _progress() as show:
         try:
             work = partial(register_cohort, pairs, out, model, options, how, overwrite=overwrite, progress=show)

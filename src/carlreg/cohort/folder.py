@@ -67,7 +67,7 @@ class CohortFolder:
                 return dict(held)
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        raise InputError(f"{target} is damaged; expected the settings of a cohort: choose a new folder, or remove it")
+        raise InputError(f"{target} is damaged; expected the settings of a cohort: choose a new folder, or {OVERWRITE}")
 
     @contextmanager
     def board(self, names: Sequence[str], shard: Shard, *, failed_first: bool) -> Iterator[Board]:

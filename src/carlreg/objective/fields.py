@@ -75,7 +75,7 @@ class Optimized:
     transform: Transform
     """Φ[moving, fixed]."""
     inverse: Transform
-    """Φ[fixed, moving], the network's own backward map."""
+    """Φ[fixed, moving], optimised with it; not exactly its inverse."""
     losses: list[dict[str, float]]
     """total, similarity and regularity before each step and after the last."""
     best: int

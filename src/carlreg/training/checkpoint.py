@@ -159,7 +159,7 @@ class RunFolder:
         except OSError as error:
             raise TrainingError(
                 f"{path} cannot be written: {error.strerror or error}; training has stopped, earlier files are intact: "
-                "free some space and run the same command to resume from the last checkpoint"
+                "free some space and run the same command, without --overwrite, to resume from the last checkpoint"
             ) from error
 
 

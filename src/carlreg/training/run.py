@@ -69,7 +69,7 @@ def run(
         plan = plan or _Plan.make(data, val, settings, execution.cache, monitor)
         session = _Session(plan, folder, monitor, device, team, with_board)
         session.announce(resumes)
-        session.train(execution.seconds)
+        session.train(execution.seconds, "the same command" + " without --overwrite" * overwrite)
         team.shut_down()
         return folder.model_file
 
@@ -215,7 +215,8 @@ class _Session:
             )
         self.monitor.begin(self.done, total)
 
-    def train(self, seconds: float | None) -> None:
+    def train(self, seconds: float | None, command: str) -> None:
+        """`command` is the user's, in words, that would continue."""
         settings = self.plan.settings
         try:
             train(
@@ -238,15 +239,15 @@ class _Session:
             if self.board is not None:
                 self.board.close()
         if self.team.leads:
-            self._report_unfinished(seconds)
+            self._report_unfinished(seconds, command)
             plot_curves(self.folder.path, None if self.validation is None else self.validation.measure)
             self._warn_if_useless()
 
-    def _report_unfinished(self, seconds: float | None) -> None:
+    def _report_unfinished(self, seconds: float | None, command: str) -> None:
         checkpoint, total = self.folder.read_checkpoint(), self.offsets[-1]
         done = self._steps_of(checkpoint)
         if seconds is not None and done < total:
-            again = f"the same command continues from there; its model so far is in {self.folder.path}"
+            again = f"{command} continues from there; its model so far is in {self.folder.path}"
             self.monitor.report(f"stopped after {seconds:g} seconds, at step {done} of {total}: {again}")
 
     def _steps_of(self, checkpoint: Checkpoint | None) -> int:
