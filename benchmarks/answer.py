@@ -118,17 +118,17 @@ class Bench:
         return PairInputs(fixed=fixed, moving=moving, fixed_seg=labels_of(fixed), moving_seg=labels_of(moving))
 
     def align(
-        self, files: Files, steps: int | None = None, finest: int = solve.FINEST, optimize: Optimize = "auto"
+        self, files: Files, steps: int | None = None, finest: int = solve.FINEST[3], optimize: Optimize = "auto"
     ) -> tuple[Alignment, Progress]:
         """Without results on a disk; `steps` of 0 are the network alone."""
-        work, usual = Progress(), solve.FINEST
+        work, usual = Progress(), solve.FINEST[3]
         options = RegisterOptions(device=self.device, io_iterations=steps, optimize=optimize, confidence="off")
         options = replace(options, allow_identity=steps != 0)
-        solve.FINEST = finest
+        solve.FINEST[3] = finest
         try:
             return align_pair(self.inputs(files), self.model, options, work), work
         finally:
-            solve.FINEST = usual
+            solve.FINEST[3] = usual
 
     def command(self, *words: str | Path) -> float:
         """Seconds of a whole command, without the verdict."""

@@ -51,8 +51,10 @@ THICK = 4.0
 FAR: dict[str, Any] = {"levels": 5, "fold_weight": 20.0, "stiffness": 0.0}
 """Without a network, the deformation that is left is larger: one more coarse grid, changes that may bend, and a higher
 price of folds."""
-FINEST, COARSEST = 192, 96
-"""Voxels a side of the grid on which fields are optimised, at most: with local correlation, and with anything else."""
+FINEST = {1: 4096, 2: 1024, 3: 192}
+"""Voxels a side of the grid on which fields are optimised, at most, by the number of axes: with local correlation."""
+COARSEST = {1: 2048, 2: 512, 3: 96}
+"""The same with any other similarity."""
 RECOLOURED = 3
 """How often an image is recoloured again, each time at the map that its last colours led to."""
 BYTES = 200
@@ -111,8 +113,11 @@ def solve(
     callback: Callable[[int, Loss], None] | None = None,
     guide: Guide | None = None,
     rigidity: Rigidity | None = None,
+    *,
+    maps: Maps | None = None,
 ) -> Solution:
-    """Run the network, optimise its result, and turn it into a map of the world, sampled on the voxels of `grid`."""
+    """Run the network, optimise its result, and turn it into a map of the world, sampled on the voxels of `grid`. The
+    network's `maps` may be known from before."""
     network, kind, steps = model.network, options.transform, options.io_iterations
     if kind != "deformable" and options.fit_source == "attention":
         progress.begin("network", "coordinate attention")
@@ -123,8 +128,8 @@ def solve(
     if model.searches_affine:
         progress.begin("look", "searching for an affine map")
         search = _search(pair, rigid=kind == "rigid")
-        maps: Maps = search.transform, search.transform.inverse()
-    else:
+        maps = search.transform, search.transform.inverse()
+    elif maps is None:
         progress.begin("network")
         with watched(network, pair.moving.tensor, pair.fixed.tensor, progress.advance):
             maps = _both(network, pair, model.graphs)
@@ -266,18 +271,19 @@ def _optimize(
             logger.warning("the GPU has too little memory to optimise the weights: the fields are optimised instead")
             return _optimize(network, maps, comparison, original, "fields", callback, demands, advance)
         return Optimization(over, steps, objective.weight, None, result)
+    grids = _field_grids(pair, options, (demands or {}).get("graphs"))
     settings = _field_settings(network, comparison)
+    levels = settings.get("levels", LEVELS) + _more_levels(grids)
     searched = comparison.which is None and isinstance(network, NoNetwork)  # there is no network's result to keep
-    levels = settings.get("levels", LEVELS)
     common |= {
         "similarity": options.io_sim,
         "weight": objective.weight,
         "enough": math.inf if searched else comparison.enough,
         **(demands or {}),
         **settings,
+        "levels": levels,
         "callback": _counting(callback, advance, lambda done: share_done(done, steps, fixed.dim() - 2, levels)),
     }
-    grids = _field_grids(pair, options, common.get("graphs"))
     grid, result = _optimize_fields(
         maps, _with_better_colours(comparison, original, maps, grids, common), grids, common
     )
@@ -329,7 +335,7 @@ def _optimize_fields(
             graphs = options.get("graphs")
             if graphs is not None and graphs.release():
                 continue
-            if max(max(shape) for shape in shapes) < COARSEST:
+            if max(max(shape) for shape in shapes) < COARSEST[len(shapes[0])]:
                 raise
             shapes = [_at_most(shape, max(shape) // 2) for shape in shapes]
             logger.warning("too little memory to optimise the fields on the scans' own voxels: a coarser grid is used")
@@ -352,7 +358,8 @@ def _field_settings(network: RegistrationAlgorithm, comparison: Comparison) -> d
 
 def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | None = None) -> list[Shape]:
     """The grids of the moving and of the fixed image on which fields are optimised: their own voxels, within reason."""
-    most = FINEST if options.io_sim in ("lncc", "lncc2") else COARSEST
+    dim = pair.fixed.tensor.dim() - 2
+    most = (FINEST if options.io_sim in ("lncc", "lncc2") else COARSEST)[dim]
     own = [one.tensor.shape[2:] if one.source is None else one.sides for one in (pair.moving, pair.fixed)]
     shapes = [_at_most(shape, most) for shape in own]
     device, need = pair.fixed.tensor.device, BYTES * sum(map(math.prod, shapes))
@@ -361,10 +368,15 @@ def _field_grids(pair: PreparedPair, options: RegisterOptions, graphs: Graphs | 
         have = available_memory(device)
     if need > have / 2:
         largest = max(map(max, shapes))
-        most = max(COARSEST // 2, int(largest * (have / 2 / need) ** (1 / len(shapes[0]))))
+        most = max(COARSEST[dim] // 2, int(largest * (have / 2 / need) ** (1 / dim)))
         shapes = [_at_most(shape, most) for shape in shapes]
         logger.warning("too little memory for the scans' own voxels: fields are optimised on at most %d a side", most)
     return shapes
+
+
+def _more_levels(grids: Sequence[Shape]) -> int:
+    """How many more coarse grids the larger ones of pictures and curves need, to reach as far as in 3-D."""
+    return max(0, math.ceil(math.log2(max(map(max, grids)) / FINEST[3])))
 
 
 def _at_most(shape: Sequence[int], side: int) -> Shape:
