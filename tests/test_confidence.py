@@ -665,6 +665,29 @@ def test_a_failed_pair_takes_the_best_of_other_ways(
     assert result.record.seconds["ladder"] > 0
 
 
+def test_warnings_are_those_of_the_way_that_was_taken(
+    pair: tuple[Path, Path],
+    calibrated: Callable[[float, float], LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And the network runs once for the ways that share its result."""
+    asked: list[object] = []
+
+    def unregistered(maps: object, *rest: object) -> str | None:
+        asked.append(maps)
+        return "the unregistered images match better"
+
+    monkeypatch.setattr("carlreg.registration.solve._better_unregistered", unregistered)
+    common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
+    result = register(**common, model=calibrated(4.0, -4.0))
+    assert result.record.model["name"] == "none"
+    assert len(asked) >= 2  # the network's result, and the same with another similarity
+    assert asked[0] is asked[-1]
+    assert not any("match better" in text for text in result.warnings)
+    assert sum("match better" in one.message for one in caplog.records if one.levelname == "WARNING") == 1
+
+
 def test_ways_that_are_no_better_change_nothing(
     pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
 ) -> None:

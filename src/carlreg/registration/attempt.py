@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,7 +57,10 @@ class Attempt:
     expected_error: Image | None = None
     orientation: Orientation | None = None
     """What was found about the headers, if that was looked into."""
-    warnings: Sequence[str] = field(default_factory=tuple)
+    network_seconds: float = 0.0
+    """What the network took for both directions."""
+    warnings: tuple[str, ...] = ()
+    """Its own, without those of headers or of the ladder."""
 
     @property
     def is_mirrored(self) -> bool:
@@ -90,25 +93,35 @@ def attempt(
     *,
     device: torch.device,
     rotation: RigidMatch | None = None,
+    like: Attempt | None = None,
 ) -> Attempt:
-    """Register a case, and judge the result unless that is not wanted.
+    """Register a case, and judge the result unless that is not wanted. An earlier attempt with the same model and case
+    (`like`) spares the network's run.
 
     On a CPU, the network sees finely resolved scans on its usual grid, once, if the fields are optimised on their own
     voxels afterwards: its fine grid takes much longer there, and the optimisation makes up for most of it.
     """
-    quick = device.type == "cpu" and options.optimizes_fields
-    pair = case.prepare(model, device, quick=quick)
-    model = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
+    known = len(work.warnings)
+    if like is None:
+        quick = device.type == "cpu" and options.optimizes_fields
+        pair = case.prepare(model, device, quick=quick)
+        model = model.quickly() if quick and pair.fine else model.on_grid(pair.fixed.tensor.shape[2:])
+    else:
+        model, pair = like.model, like.pair
     work.warn(*case.warnings(), *pair.warnings)
-    solution = solve(model, pair, options, case.fixed, work, callback, case.guide_on(pair), case.rigidity_on(pair))
-    made = Attempt(way, model, case, pair, solution, rotation)
+    demands = case.guide_on(pair), case.rigidity_on(pair)
+    maps = None if like is None else like.solution.first
+    solution = solve(model, pair, options, case.fixed, work, callback, *demands, maps=maps)
+    spent = work.seconds().get("network", 0.0) if like is None else like.network_seconds
+    made = Attempt(way, model, case, pair, solution, rotation, network_seconds=spent)
     if options.confidence != "off":
         made = _judged(made, options, work)
-    return replace(made, warnings=tuple(work.warnings))
+    return replace(made, warnings=tuple(work.warnings[known:]))
 
 
 def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
     seconds = work.seconds()
+    total = seconds["total"] + (0.0 if "network" in seconds else made.network_seconds)
     work.begin("confidence", "judging the result")
     model, pair, solution = made.model, made.pair, made.solution
     calibration, why = find_calibration(model)
@@ -129,7 +142,7 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
         solution.first if has_network else None,
         [] if solution.optimization is None else solution.optimization.result.losses,
     )
-    budget = Budget.of(seconds["total"], seconds.get("network", 0.0), full=options.confidence == "full")
+    budget = Budget.of(total, made.network_seconds, full=options.confidence == "full")
     if calibration is None and options.confidence != "full":
         budget = replace(budget, seconds=0.0)  # nothing could be made of costly evidence
     began = time.perf_counter()
@@ -214,9 +227,9 @@ def climb(
     work.begin("ladder", "trying other ways")
     best, tried = first, [_described(first)]
     for way in _rungs(first, options, case, device):
-        part = Progress(work.report, work.advance)
+        part = Progress(work.report, work.advance, quiet=True)
         try:
-            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation)
+            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation, like=way.like)
         except CarlError as error:
             logger.info("%s: %s", way.arguments[0], error)
             continue
@@ -226,6 +239,8 @@ def climb(
             break
     if best is not first:
         assert first.confidence is not None
+        work.warnings = [text for text in work.warnings if text not in first.warnings]
+        work.warn(*best.warnings)
         work.warn(f"{first.way} was judged {first.confidence.verdict}; the result is that of {best.way}")
     assert best.confidence is not None
     judged = replace(best.confidence, tried=tuple(tried))
@@ -236,6 +251,8 @@ def climb(
 class _Rung:
     arguments: tuple[str, LoadedModel, Case, RegisterOptions]
     rotation: RigidMatch | None = None
+    like: Attempt | None = None
+    """An attempt with the same model and case."""
 
 
 def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.device) -> Iterator[_Rung]:
@@ -245,7 +262,8 @@ def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.d
             yield _Rung(("the network after a rotation search", first.model, turned, options), match)
     if options.io_sim == "auto" and first.solution.optimization is not None:
         other: SimilarityChoice = "mind" if first.solution.contrasts_differ else "lncc2"
-        yield _Rung((f"the network with {other}", first.model, case, replace(options, io_sim=other)), first.rotation)
+        changed = replace(options, io_sim=other)
+        yield _Rung((f"the network with {other}", first.model, case, changed), first.rotation, first)
     none = replace(load_model(NONE, device), graphs=first.model.graphs)
     if options.optimize != "weights" and options.fit_source != "attention" and is_calibrated(none):
         yield _Rung(("an affine search without a network", none, case, options))

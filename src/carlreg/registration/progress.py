@@ -13,9 +13,15 @@ class Progress:
     """Reports the part of the work that begins, and keeps the seconds of each part and all warnings."""
 
     def __init__(
-        self, report: Callable[[str], None] | None = None, advance: Callable[[float], None] | None = None
+        self,
+        report: Callable[[str], None] | None = None,
+        advance: Callable[[float], None] | None = None,
+        *,
+        quiet: bool = False,
     ) -> None:
         self.report = report
+        self.quiet = quiet
+        """Whether warnings are only kept, since it is not known yet whether they will concern the result."""
         self.advance = advance
         """Takes the share of the current part that is done, from 0 to 1, where that is known."""
         self._began: dict[str, float] = {}
@@ -31,7 +37,7 @@ class Progress:
 
     def warn(self, *texts: str) -> None:
         for text in texts:
-            logger.warning("%s", text)
+            logger.log(logging.INFO if self.quiet else logging.WARNING, "%s", text)
         self.warnings.extend(texts)
 
     def seconds(self) -> dict[str, float]:
