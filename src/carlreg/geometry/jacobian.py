@@ -1,7 +1,5 @@
 """The Jacobian determinant of a map, and the metrics computed from it: folds and SDlogJ."""
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,13 +13,34 @@ from carlreg.geometry.transforms import Transform
 def determinant(columns: Sequence[Tensor]) -> Tensor:
     """Determinants of D×D matrices given by their D columns, (..., D) each.
 
-    Written out by permutations, because library routines are slow for many small matrices.
+    Written out by minors, because library routines are slow for many small matrices.
     """
-    dim = len(columns)
-    total = torch.zeros_like(columns[0][..., 0])
-    for order in itertools.permutations(range(dim)):
-        sign = (-1) ** sum(order[i] > order[j] for i in range(dim) for j in range(i + 1, dim))
-        total = total + sign * math.prod(columns[i][..., order[i]] for i in range(dim))
+    return expand(columns[0], minors(columns[1:]))
+
+
+def minors(columns: Sequence[Tensor]) -> list[Tensor]:
+    """The determinants of D − 1 columns, (..., D) each, without each of the D rows."""
+    rows = range(len(columns) + 1)
+    return [_of_rows(columns, [row for row in rows if row != other]) for other in rows]
+
+
+def expand(column: Tensor, minors: Sequence[Tensor]) -> Tensor:
+    """The determinant of a first column (..., D) and the others, of which the minors are given."""
+    total = column[..., 0] * minors[0]
+    for row, minor in enumerate(minors[1:], start=1):
+        total = torch.addcmul(total, column[..., row], minor, value=(-1) ** row)
+    return total
+
+
+def _of_rows(columns: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """The determinant of columns of which only some rows count, as many as there are columns."""
+    if len(columns) < 2:
+        return columns[0][..., rows[0]] if columns else torch.ones(())
+    first, *others = columns
+    total = first[..., rows[0]] * _of_rows(others, rows[1:])
+    for number, row in enumerate(rows[1:], start=1):
+        rest = _of_rows(others, [*rows[:number], *rows[number + 1 :]])
+        total = torch.addcmul(total, first[..., row], rest, value=(-1) ** number)
     return total
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.geometry.grids import multiply_axes
-from carlreg.geometry.jacobian import determinant
+from carlreg.geometry.jacobian import determinant, expand, minors
 
 LEAST, AIM = 0.01, 0.05
 """Where a determinant is below the first, it is raised to the second."""
@@ -67,8 +67,11 @@ def smallest_determinant(positions: Tensor, steps: Sequence[float]) -> Tensor:
         behind, ahead = torch.cat([ends[0], slope], dim=axis), torch.cat([slope, ends[1]], dim=axis)
         slopes.append((behind.movedim(1, -1), ahead.movedim(1, -1)))
     smallest = torch.full_like(positions[:, 0], torch.inf)
-    for columns in itertools.product(*slopes):
-        smallest = torch.minimum(smallest, determinant(columns))
+    firsts, *others = slopes
+    for columns in itertools.product(*others):
+        shared = minors(columns)
+        for first in firsts:
+            smallest = torch.minimum(smallest, expand(first, shared))
     return smallest
 
 
