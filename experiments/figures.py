@@ -34,15 +34,18 @@ TABLES: dict[str, Table] = {}
 
 
 def table(function: Callable[[], Iterable[Sequence[str]]]) -> Callable[[], Iterable[Sequence[str]]]:
-    """Register a table: the function yields its rows, the header first. Without rows, it is one line of text."""
+    """Register a table: the function yields its rows, the header first. Without rows, it is one line of text; without
+    a header, nothing."""
 
     def text() -> str:
-        header, *rows = function()
+        if not (lines := list(function())):
+            return ""
+        header, *rows = lines
         if not rows:
             return "Not measured yet.\n"
-        lines = [header, ["---"] * len(header), *rows]
         return "".join(
-            "|" + "|".join("---" if cell == "---" else f" {cell} " for cell in line) + "|\n" for line in lines
+            "|" + "|".join("---" if cell == "---" else f" {cell} " for cell in line) + "|\n"
+            for line in (header, ["---"] * len(header), *rows)
         )
 
     TABLES[function.__name__] = text
@@ -312,7 +315,9 @@ DICE = ("before", "network", "fields_96", "default")
 
 @table
 def default_dice() -> Iterator[Sequence[str]]:
-    yield "", "machine", "pairs", "before", "network", "fields, at most 96 a side", "default", "folds, %"
+    """Nothing if no pair was scored."""
+    if any(report.get("dice") for report in answers().values()):
+        yield "", "machine", "pairs", "before", "network", "fields, at most 96 a side", "default", "folds, %"
     for name, words in SETS.items():
         for report in answers().values():
             if rows := [row for row in report.get("dice", []) if row["set"] == name]:
@@ -351,7 +356,9 @@ def beside() -> dict[str, tuple[int, dict[str, tuple[float, float]]]]:
 
 @table
 def default_and_others() -> Iterator[Sequence[str]]:
-    sets = beside()
+    """Nothing if no other program was run."""
+    if not (sets := beside()):
+        return
     yield (
         "",
         *(text for words, (count, _) in sets.items() for text in (f"{words}, {count} pair{'s' * (count > 1)}", "s")),
