@@ -19,7 +19,8 @@ import carlreg
 
 ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "experiments").rglob("*.md"))]
+RESULTS = sorted(page for folder in ("benchmarks", "experiments") for page in (ROOT / folder).rglob("*.md"))
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *RESULTS]
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -312,7 +313,7 @@ def test_tables_of_the_default_answer_show_what_was_measured(monkeypatch: pytest
     draw = figures.script("benchmarks/beside.py").draw
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     names = ("default_answer", "default_dice", "default_and_others", "time_and_dice")
-    assert [figures.TABLES[name]() for name in names] == ["Not measured yet.\n"] * 3 + [""]
+    assert [figures.TABLES[name]() for name in names] == ["Not measured yet.\n", "", "", ""]
 
     def measured(kind: str, **parts: list[dict[str, object]]) -> None:
         path = tmp_path / f"benchmarks/results/answer-{kind}.json"
@@ -337,7 +338,7 @@ def test_tables_of_the_default_answer_show_what_was_measured(monkeypatch: pytest
     ours = "| carlreg, gpu | 0.900 | 4.0 |"
     assert "| peak memory of the optimisation | 7.1 GB at 192³ |\n| commit | abc |" in figures.TABLES[names[0]]()
     assert "| gpu | 2 | 0.300 |  |  | 0.850 | 0.0000 |" in figures.TABLES[names[1]]()
-    assert figures.TABLES[names[2]]() == "Not measured yet.\n"
+    assert figures.TABLES[names[2]]() == ""
     measured("cpu", others=[other("ANTs", "p", 0.5, 30), other("ANTs", "q", 0.6, 40), other("greedy", "q", 0.7, 50)])
     text = figures.TABLES[names[2]]()
     assert "subcortical structures, 1 pair | s |" in text

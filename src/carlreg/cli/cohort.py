@@ -78,8 +78,8 @@ def cohort(
         typer.Argument(
             help="A CSV file with a pair in each row, or a folder of images. Columns: fixed, moving, and optionally "
             "name, fixed_seg, moving_seg, fixed_mask, moving_mask, fixed_landmarks, moving_landmarks, "
-            "initial_transform; paths are relative to the file. In a folder, a_labels.nii.gz and a_mask.nii.gz belong "
-            "to a.nii.gz."
+            "initial_transform, guide, rigid_mask, moving_rigid_mask; paths are relative to the file. In a folder, "
+            "a_labels.nii.gz and a_mask.nii.gz belong to a.nii.gz."
         ),
     ] = None,
     out: Annotated[Path, "The folder for all results, with a folder for each pair.", "-o", OUTPUT],
