@@ -217,10 +217,16 @@ def convert(
     check_new(target, overwrite)
     from carlreg.files import images, transform_files
 
+    of_image = [name for name, value in vars(take).items() if value is not None]
+    values = {"reference": reference, "moving": moving, "part": None if part == "whole" else part}
+    of_transform = [name for name, value in values.items() if value is not None]
     with working("converting"):
-        if take != Take() or not is_transform(source):
-            images.write(take.read(source), target, overwrite=overwrite)
+        if not is_transform(source) or (of_image and not _is_named_transform(source)):
+            image = take.read(source)
+            _refuse(of_transform, f"is for transforms, but {source} is an image")
+            images.write(image, target, overwrite=overwrite)
             return
+        _refuse(of_image, f"is for images, but {source} is a transform")
         if not transform_files.is_learn2reg(source):
             transform = _read([source])
         elif reference is not None:
@@ -237,6 +243,11 @@ def convert(
             transform_files.write_learn2reg(transform, grid, other, target, overwrite=overwrite)
         else:
             transform_files.write_warp(transform, grid, target, overwrite=overwrite)
+
+
+def _refuse(options: list[str], why: str) -> None:
+    if options:
+        raise InputError(f"--{options[0]} {why}; leave it out")
 
 
 def _part(transform: WorldTransform | ItkTransform, part: Part) -> WorldTransform | ItkTransform:
@@ -257,10 +268,15 @@ def is_transform(path: Path) -> bool:
     """Whether a path is a transform rather than an image, judging by its name and header."""
     from carlreg.files import transform_files as files
 
+    return _is_named_transform(path) or (path.is_file() and (files.is_learn2reg(path) or files.is_warp(path)))
+
+
+def _is_named_transform(path: Path) -> bool:
+    """Whether a path is a transform by its name; by its header alone, one is an image with three time points, too."""
+    from carlreg.files import transform_files as files
+
     by_name = path.name.lower().endswith((*files.HDF5, *files.TEXT, *files.ALONE))
-    if by_name or ResultFolder(path).holds_registration():
-        return True
-    return path.is_file() and (files.is_learn2reg(path) or files.is_warp(path))
+    return by_name or ResultFolder(path).holds_registration()
 
 
 def _read(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
