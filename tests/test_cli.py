@@ -276,6 +276,20 @@ def test_convert_there_and_back(data: Path, tmp_path: Path, run: Run) -> None:
     assert np.array_equal(images.read(tmp_path / "fixed.nrrd").data, fixed.data)
 
 
+def test_convert_refuses_options_of_the_other_kind(data: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "result").mkdir()
+    for path in ("t.h5", "result/transform.h5"):
+        transform_files.write(WorldTransform.linear(np.eye(4)), tmp_path / path)
+    image, out = data / "fixed.nii.gz", tmp_path / "out.nii.gz"
+    for name, value in (("reference", image), ("moving", image), ("part", "affine")):
+        refused(run, ["convert", image, out, f"--{name}", value], f"--{name} is for transforms")
+    for name, value in (("frame", 0), ("channel", 1), ("nan", 0), ("series", 1)):
+        for source in ("t.h5", "result"):
+            refused(run, ["convert", tmp_path / source, out, f"--{name}", value], f"--{name} is for images")
+    assert not out.exists()
+    refused(run, ["convert", tmp_path / "missing.nii.gz", out, "-r", image], "does not exist")
+
+
 def test_learn2reg_files_are_read_as_its_evaluation_does(data: Path, tmp_path: Path) -> None:
     nibabel = pytest.importorskip("nibabel")
     fixed = images.read(data / "fixed.nii.gz")

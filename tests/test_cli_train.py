@@ -231,7 +231,7 @@ def test_another_run_in_the_folder_is_refused(
     others = tmp_path / "others"
     shutil.copytree(scans, others)
     shutil.copy(others / "s0.nii.gz", others / "s1.nii.gz")
-    assert "holds a run with another set of images" in fails(command(others / "scans.csv", run), capsys)
+    assert "holds a run with another training set" in fails(command(others / "scans.csv", run), capsys)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == kept
     assert main(command(table, run, "--rate", "0.01", "--overwrite", "--no-tensorboard", "--quiet")) == 0
     assert json.loads((run / "config.json").read_text(encoding="utf-8"))["settings"]["rate"] == 0.01
@@ -307,6 +307,48 @@ def test_other_networks(scans: Path, tmp_path: Path, model: str) -> None:
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
     assert {stage["rotate"] for stage in state["run"]["stages"]} == {model == "carl_rot"}
     assert state["refined"] == [2]
+
+
+def test_a_run_with_another_split_or_other_pairs_is_not_resumed(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same images in the same order, but divided, paired or compared in another way."""
+    for number in range(6):
+        (tmp_path / f"{number}.csv").write_text(f"x,y\n{number},5\n{number + 1},9\n{number},12\n")
+    table, run = tmp_path / "scans.csv", tmp_path / "run"
+    quick = ("--seconds", "0", "--no-tensorboard", "--quiet")
+
+    def write_table(columns: str, *rows: str) -> None:
+        lines = [",".join(f"{scans}/{c}" if c.endswith(".gz") else c for c in row.split(",")) for row in rows]
+        table.write_text("\n".join([columns, *lines]) + "\n")
+
+    def refused(what: str) -> None:
+        assert f"holds a run with another {what}; repeat" in fails(command(table, run, *quick), capsys)
+
+    def of_images(training: int, modality: str = "") -> None:
+        splits = ["train" if i < training else "val" for i in range(6)]
+        rows = [f"s{i}.nii.gz,l{i}.nii.gz,{split},{modality if i == 5 else ''}" for i, split in enumerate(splits)]
+        write_table("image,labels,split,modality", *rows)
+
+    def of_pairs(first: str = "s0.nii.gz,s1.nii.gz", landmarks: str = "4.csv,5.csv") -> None:
+        rows = [f"{first},0.csv,1.csv,train", "s2.nii.gz,s3.nii.gz,2.csv,3.csv,train"]
+        columns = "fixed,moving,fixed_landmarks,moving_landmarks,split"
+        write_table(columns, *rows, f"s4.nii.gz,s5.nii.gz,{landmarks},val")
+
+    of_images(4)
+    assert main(command(table, run, *quick)) == 0
+    of_images(3)
+    refused("training set")
+    of_images(4, "CT")
+    refused("validation set")
+    of_pairs()
+    refused("training set")
+    assert main(command(table, run, *quick, "--overwrite")) == 0
+    assert main(command(table, run, *quick)) == 0
+    of_pairs(first="s1.nii.gz,s0.nii.gz")
+    refused("training set")
+    of_pairs(landmarks="4.csv,2.csv")
+    refused("validation set")
 
 
 def test_given_pairs_with_landmarks(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

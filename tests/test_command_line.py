@@ -20,7 +20,7 @@ from conftest import SMALL
 from carlreg import carl, gradicon, register
 from carlreg.cli._shared import Part, time_left
 from carlreg.errors import ExistsError, OutputError, user_message
-from carlreg.files import atomic, images, transform_files
+from carlreg.files import atomic, images, transform_files, world_transform
 from carlreg.files.images import Image, map_points
 from carlreg.files.world_transform import WorldTransform
 from carlreg.registration.api import register_pair
@@ -152,6 +152,38 @@ def test_the_wrong_direction_is_noticed(data: Path, tmp_path: Path, run: Run) ->
     words = ["register", "-f", data / "fixed.nii.gz", "-m", data / "fixed.nii.gz", "-o", same, "--no-html"]
     assert run(*words, "--model", data / "small.safetensors", "--io-iterations", 0)[0] == 0
     assert run("warp", "-i", data / "fixed.nii.gz", "-t", same, "-o", tmp_path / "fine.nii.gz")[0] == 0
+
+
+def test_the_inverse_of_a_chain(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    """(B ∘ A)⁻¹ = A⁻¹ ∘ B⁻¹ warps the fixed image of A to the moving one of B; a turn and a stretch do not commute."""
+    turn, stretch = np.eye(4), np.diag([1.3, 1.0, 0.8, 1.0])
+    turn[:2, :2] = [[0.8, -0.6], [0.6, 0.8]]
+    for name, matrix in (("a", turn), ("b", stretch)):
+        (tmp_path / name).mkdir()
+        transform_files.write(WorldTransform.linear(matrix), tmp_path / name / "transform.h5")
+        transform_files.write(WorldTransform.linear(np.linalg.inv(matrix)), tmp_path / name / "inverse_transform.h5")
+    image, back = images.read(data / "fixed.nii.gz"), tmp_path / "back.nii.gz"
+    chain = ["-t", tmp_path / "a", "-t", tmp_path / "b"]
+    words = ["warp", "-i", data / "fixed.nii.gz", "-r", data / "moving.nii.gz"]
+    assert run(*words, *chain, "--inverse", "-o", back)[0] == 0
+    inverse = WorldTransform.linear(np.linalg.inv(stretch @ turn))
+    expected = world_transform.apply(inverse, image, images.read(data / "moving.nii.gz"))
+    assert np.abs(images.read(back).data - expected.data.astype(float)).max() <= 1  # rounding
+    swapped = world_transform.apply(WorldTransform.linear(np.linalg.inv(turn @ stretch)), image, expected)
+    assert np.abs(swapped.data - expected.data.astype(float)).max() > 100
+
+
+def test_the_wrong_direction_of_a_chain_is_noticed(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    first, last = tmp_path / "first", tmp_path / "last"
+    assert run(*pair(data, first, "--no-html", "--transform", "rigid"))[0] == 0
+    images.write(images.read(data / "fixed.nii.gz"), tmp_path / "other.nrrd")
+    other = ["register", "-f", data / "moving.nii.gz", "-m", tmp_path / "other.nrrd", "-o", last, "--no-html"]
+    assert run(*other, "--model", data / "small.safetensors", "--transform", "rigid", "--io-iterations", 0)[0] == 0
+    to = ["-t", first, "-t", last, "-r", data / "moving.nii.gz", "-o", tmp_path / "warped.nii.gz"]
+    refused(run, ["warp", "-i", data / "fixed.nii.gz", *to], f"fixed image of {first}")
+    refused(run, ["warp", "-i", tmp_path / "other.nrrd", "--inverse", *to], f"moving image of {last}")
+    assert run("warp", "-i", tmp_path / "other.nrrd", *to)[0] == 0
+    assert run("warp", "-i", data / "fixed.nii.gz", "--inverse", *to, "--overwrite")[0] == 0
 
 
 def test_an_initial_transform_from_a_result_folder(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from carlreg import gradicon, preparation
+from carlreg.atlases.inputs import list_atlases, list_scans
+from carlreg.cohort.sources import read_folder
 from carlreg.errors import InputError
 from carlreg.files import images, orientation
 from carlreg.files.images import Image
@@ -99,6 +102,21 @@ def test_a_folder(scans: Path) -> None:
     assert {c.image for c in training.cases}.isdisjoint(c.image for c in validation.cases)
     assert all(c.labels == c.image.with_name(c.image.name.replace(".nii", "_labels.nii")) for c in training.cases)
     assert manifest.read(scans) == (training, validation)  # always the same
+
+
+@pytest.mark.parametrize("end", ["_seg", "_dseg"])
+def test_label_maps_and_masks_of_a_folder_are_not_images(scans: Path, end: str) -> None:
+    """They are called as in a cohort."""
+    for number in range(6):
+        labels = (scans / f"s{number}_labels.nii.gz").rename(scans / f"s{number}{end}.nii.gz")
+        shutil.copy(labels, scans / f"s{number}_mask.nii.gz")
+    training, _ = manifest.read(scans, fraction=0)
+    pairs = [(f"s{number}.nii.gz", f"s{number}{end}.nii.gz") for number in range(6)]
+    assert [(case.image.name, case.labels and case.labels.name) for case in training.cases] == pairs
+    assert [case.image.name for case in manifest.read_label_maps(str(scans))] == [name for _, name in pairs]
+    assert [path.name for _, path in list_scans([scans])] == [name for name, _ in pairs]
+    assert [(image.name, labels and labels.name) for _, (image, labels) in list_atlases(scans)] == pairs
+    assert [subject.image.name for subject in read_folder(scans)] == [name for name, _ in pairs]
 
 
 def test_a_folder_with_a_split(scans: Path) -> None:

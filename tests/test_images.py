@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from carlreg.files import isolated
 from carlreg.files.images import (
@@ -30,7 +32,7 @@ from carlreg.files.images import (
 )
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.grids import Grid, interpolate
-from carlreg.geometry.resizing import resize, resize_labels
+from carlreg.geometry.resizing import averaging, resize, resize_labels
 from carlreg.preparation import preprocess
 
 sitk = pytest.importorskip("SimpleITK")
@@ -410,6 +412,34 @@ def test_resize_interpolates_when_growing_and_averages_when_shrinking() -> None:
     assert (resize(stripes, (51,))[..., 1:-1] - 0.5).abs().max() < 0.1
     noise = torch.randn(1, 1, 4001, dtype=torch.float64)
     assert resize(noise, (501,)).var() == pytest.approx(1 / 8, rel=0.3)
+
+
+def test_averaging_is_the_mean_of_linear_interpolations() -> None:
+    """The weight of each old voxel in each new one, sample by sample; samples beyond the image count as zeros."""
+    for old, new, step in ((40, 7, 6.5), (40, 7, 2.0), (9, 30, 0.3), (2, 2, 1.0), (1, 3, 1.0), (30, 5, 1.2)):
+        centre = torch.linspace(-1.7, old + 0.4, new, dtype=torch.float64)
+        width = [min(math.sqrt(max(step**2 - 1, 0)), 2 * min(c, old - 1 - c)) for c in centre.tolist()]
+        count = 2 * math.ceil(step) if step > 1 else 1
+        expected = torch.zeros(old, new, dtype=torch.float64)
+        for column, (middle, wide) in enumerate(zip(centre.tolist(), width, strict=True)):
+            for k, row in itertools.product(range(count), range(old)):
+                sample = middle + max(wide, 0) * ((k + 0.5) / count - 0.5)
+                expected[row, column] += max(0, 1 - abs(sample - row)) / count
+        assert torch.allclose(averaging(old, centre, step), expected, rtol=0, atol=1e-14), (old, new, step)
+
+
+def test_averaging_takes_no_more_memory_than_its_matrix() -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            self.numel = max(self.numel, result.numel())
+            return result
+
+    with Largest() as largest:
+        averaging(3000, torch.linspace(0, 2999, 30, dtype=torch.float64), 2999 / 29)
+    assert largest.numel == 3000 * 30
 
 
 def test_resize_labels_takes_the_nearest() -> None:

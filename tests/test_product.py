@@ -546,6 +546,34 @@ def test_identical_images_give_the_identity(unlike: tuple[Image, Image]) -> None
     assert np.abs(given.transform(points) - points).max() > 0.5 * min(image.spacing)
 
 
+def test_a_warning_says_what_was_done_instead_of_the_network(unlike: tuple[Image, Image]) -> None:
+    """Scans that match once they are cropped were moved, and a rigid map is not optimised unless that is asked for."""
+    head, _ = unlike
+    wide = [np.pad(head.data, [(n, 60 - n), (30, 30), (30, 30)]) for n in (20, 40)]
+    fixed, moving = (Image(data, np.diag([1.25, 1.25, 1.25, 1])) for data in wide)
+    model = LoadedModel(randomize_small(), (16, 16, 16), {"name": "small"})
+    options: dict[str, Any] = {"fixed": fixed, "model": model, "device": "cpu"}
+    result = register(**options, moving=moving, io_iterations=0)
+    assert np.abs(result.transform([[40.0, 40.0, 40.0]]) - [[65, 40, 40]]).max() < 0.1
+    assert result.warnings == (
+        "the images match voxel by voxel once their margins are cropped: this alignment was kept",
+    )
+    noise = np.random.default_rng(0).integers(0, 20, moving.shape, np.int16) * (moving.data > 0)
+    noisy = Image((moving.data + noise).astype(np.int16), moving.affine)
+    start = "the network's result matched worse than the images without their margins"
+    for kind, steps, end in (
+        ("rigid", None, "those were kept"),
+        ("rigid", 2, "optimisation started from those"),
+        ("deformable", 0, "those were kept"),
+        ("deformable", 2, "optimisation started from those"),
+    ):
+        result = register(**options, moving=noisy, transform=kind, io_iterations=steps)
+        assert f"{start}; {end}" in result.warnings
+        assert bool(result.losses) == (end[0] == "o")
+    whole = register(**options | {"fixed": head}, moving=head, transform="rigid")
+    assert "the unregistered images already match voxel by voxel: they were left as they are" in whole.warnings
+
+
 def test_two_chests_are_seen_from_the_density_of_air(tmp_path: Path) -> None:
     """A window of soft tissue would leave nothing of the lungs."""
     rng, radius = np.random.default_rng(0), np.linalg.norm(np.indices((40, 40, 40)) - 19.5, axis=0)

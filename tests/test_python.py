@@ -18,7 +18,7 @@ import torch
 from conftest import SMALL
 
 import carlreg
-from carlreg import Registration, gradicon, register, save
+from carlreg import Registration, gradicon, preparation, register, save
 from carlreg.errors import DependencyError, InputError
 from carlreg.files import images, world_transform
 from carlreg.files.images import Choice, Image, ImageError, as_image, from_array, map_points
@@ -82,6 +82,22 @@ def test_a_notebook_shows_a_picture_and_the_numbers(result: Registration) -> Non
     axial, coronal, sagittal = (slices(result, axis)[0].shape for axis in (2, 1, 0))
     assert axial[1] == coronal[1]  # left to right, on square pixels
     assert coronal[0] == sagittal[0]
+
+
+def test_each_image_of_a_picture_has_a_window_of_its_own_kind(result: Registration) -> None:
+    """An MR image beside a CT is shown by its own range, whichever of the two is fixed."""
+    fixed, moving = result.fixed, result.moving
+    mr, after = slices(result)[0], slices(result)[2]
+    hounsfield = [Image(image.data - np.float32(1000), image.affine) for image in (fixed, moving)]
+    ct = slices(replace(result, fixed=hounsfield[0], moving=hounsfield[1]))[0]
+    assert preparation.ct_pair(hounsfield[0], moving)[0] == (True, False)
+    assert np.abs(mr.astype(int) - ct).mean() > 20  # the windows differ
+    of_mr = slices(replace(result, fixed=hounsfield[0]))
+    assert np.array_equal(of_mr[0], ct)
+    assert np.array_equal(of_mr[2], after)
+    of_ct = slices(replace(result, moving=hounsfield[1]))
+    assert np.array_equal(of_ct[0], mr)
+    assert np.abs(of_ct[2].astype(int) - ct).mean() < 2
 
 
 def test_a_figure(result: Registration) -> None:

@@ -204,7 +204,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert main(command(scans, run, "--steps", "100000", "--seconds", "0", "--quiet")) == 0  # free again
 
 
-@pytest.mark.parametrize("content", ['{"format": "carlreg-run-1"}', '{"format": "carlreg-run-1", "settings": []}', "{"])
+@pytest.mark.parametrize("content", ['{"format": "carlreg-run-2"}', '{"format": "carlreg-run-2", "settings": []}', "{"])
 def test_a_damaged_config_is_one_line(
     scans: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +222,23 @@ def test_a_damaged_config_is_one_line(
     assert "config.json is damaged" in printed
     assert main(command(scans, run, "--quiet", "--overwrite")) == 0
     assert json.loads((run / "config.json").read_text())["settings"]["steps"] == 3
+
+
+def test_a_run_of_an_earlier_version_is_refused(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(command(scans, run, "--quiet")) == 0
+    config = json.loads((run / "config.json").read_text())
+    del config["digests"]
+    config |= {"format": "carlreg-run-1", "data": {**config["data"], "digest": "0" * 32}}
+    (run / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(command(scans, run, "--quiet")) == 1
+    printed = capsys.readouterr().err
+    assert "holds a run of an earlier version" in printed
+    assert printed.count("\n") == 1, printed
+    assert main(command(scans, run, "--quiet", "--overwrite")) == 0
 
 
 def test_a_damaged_checkpoint_is_one_line(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

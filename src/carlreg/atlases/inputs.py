@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 from carlreg.errors import CarlError, InputError
 from carlreg.files.atomic import PathLike
+from carlreg.files.folders import LABELS, list_subjects
 from carlreg.files.images import Image, as_image, as_labels, check_same_grid, placed_like
 from carlreg.files.tables import IMAGE_COLUMNS, Scan, read_table, stem
 from carlreg.preparation import preprocess
 
-ENDINGS = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd", ".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp")
-LABELS = ("_labels", "_seg")
-"""What the name of a label map ends with, before its extension, beside that of its image."""
 Item = TypeVar("Item")
 
 
@@ -71,7 +69,7 @@ def read_each(
 
 def list_scans(sources: Iterable[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Names and sources of scans: paths, folders, or anything that `register` accepts. A folder stands for its images,
-    without label maps."""
+    without label maps and masks."""
     if isinstance(sources, Mapping):
         return list(sources.items())
     if isinstance(sources, (str, os.PathLike)):
@@ -80,19 +78,11 @@ def list_scans(sources: Iterable[Any] | Mapping[str, Any]) -> list[tuple[str, An
     for number, source in enumerate(sources, 1):
         if not isinstance(source, (str, os.PathLike)):
             found.append((f"scan-{number}", source))
-        elif (inside := _images_in(Path(source))) is not None:
-            found += [(stem(path), path) for path in inside]
-        else:
+        elif Path(source).is_dir() and (subjects := list_subjects(Path(source))):
+            found += [(subject.name, subject.image) for subject in subjects]
+        else:  # a file, or a folder without images, such as of DICOM
             found.append((stem(source), Path(source)))
     return found
-
-
-def _images_in(path: Path) -> list[Path] | None:
-    """The images of a folder, without label maps; None if it is a file, or a folder without any, such as of DICOM."""
-    if not path.is_dir():
-        return None
-    inside = sorted(one for one in path.iterdir() if one.is_file() and one.name.lower().endswith(ENDINGS))
-    return [one for one in inside if not stem(one).endswith(LABELS) and not one.name.startswith(".")] or None
 
 
 def read_scan(name: str, source: Any) -> tuple[str, Image]:
@@ -106,26 +96,20 @@ def read_scan(name: str, source: Any) -> tuple[str, Image]:
 
 
 def list_atlases(source: PathLike) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Names, images and label maps of a folder with NAME.nii.gz and NAME_labels.nii.gz (or _seg), or of a CSV file with
-    the columns `image` and `labels`."""
+    """Names, images and label maps of a folder with NAME.nii.gz and NAME_labels.nii.gz (or _seg, _dseg), or of a CSV
+    file with the columns `image` and `labels`."""
     path = Path(source)
     if path.is_dir():
-        images = _images_in(path)
-        if not images:
+        subjects = list_subjects(path)
+        if not subjects:
             raise InputError(f"{path} has no images; expected NAME.nii.gz with NAME_labels.nii.gz")
-        return [(stem(one), (one, _labels_of(one))) for one in images]
+        return [(subject.name, (subject.image, subject.labels)) for subject in subjects]
     if path.suffix.lower() not in (".csv", ".tsv", ".txt"):
         raise InputError(f"{path} does not exist, or is not a folder, a CSV file or a .carlatlas file; check the path")
     rows = [row for row in read_table(path, IMAGE_COLUMNS) if isinstance(row, Scan)]
     if not rows:
         raise InputError(f"{path} lists pairs; expected the columns 'image' and 'labels'")
     return [(stem(row.image), (row.image, row.labels)) for row in rows]
-
-
-def _labels_of(image: Path) -> Path | None:
-    """The label map beside an image, in any format."""
-    names = [f"{stem(image)}{end}{ending}" for end in LABELS for ending in ENDINGS]
-    return next((path for name in names if (path := image.with_name(name)).is_file()), None)
 
 
 def read_atlas(name: str, source: tuple[Any, Any]) -> Atlas:

@@ -32,7 +32,11 @@ class Running:
 def template(
     *,
     scans: Annotated[
-        list[Path], typer.Argument(help="Two or more scans, or folders with scans; NAME_labels and NAME_seg are not.")
+        list[Path],
+        typer.Argument(
+            help="Two or more scans, or folders with scans. NAME_labels, NAME_seg, NAME_dseg and NAME_mask are left "
+            "out."
+        ),
     ],
     out: Annotated[Path, "Folder for the template and every scan's transforms; created if needed.", "-o"],
     initial: Annotated[
@@ -71,8 +75,8 @@ def segment(
     scan: Annotated[Path, typer.Argument(help="The scan to segment: a file or a DICOM folder.")],
     atlases: Annotated[
         Path,
-        "Labelled scans: a folder with NAME.nii.gz and NAME_labels.nii.gz (or NAME_seg), a CSV file with the columns "
-        "image and labels, or a .carlatlas file of `carl atlas`.",
+        "Labelled scans: a folder with NAME.nii.gz and NAME_labels.nii.gz (or NAME_seg, NAME_dseg), a CSV file with "
+        "the columns image and labels, or a .carlatlas file of `carl atlas`.",
         "-a",
     ],
     out: Annotated[Path, "Folder for the labels; created if needed.", "-o"],
@@ -120,8 +124,8 @@ def atlas(
     folder: Annotated[
         Path,
         typer.Argument(
-            help="A folder with NAME.nii.gz and NAME_labels.nii.gz (or NAME_seg), or a CSV file with the columns image "
-            "and labels."
+            help="A folder with NAME.nii.gz and NAME_labels.nii.gz (or NAME_seg, NAME_dseg), or a CSV file with the "
+            "columns image and labels."
         ),
     ],
     out: Annotated[Path, "The .carlatlas file to write.", "-o"],

@@ -51,7 +51,11 @@ def warp(
     transform: Transforms,
     out: Annotated[Path, "The file to write.", "-o"],
     reference: Reference = None,
-    inverse: Annotated[bool, "Warp from the fixed to the moving image instead.", "--inverse"] = False,
+    inverse: Annotated[
+        bool,
+        "Warp from the fixed to the moving image instead. A chain keeps its order and is inverted as a whole.",
+        "--inverse",
+    ] = False,
     labels: Annotated[bool, "The image is a label map: use the nearest voxel.", "--labels"] = False,
     interpolation: Annotated[Literal["linear", "nearest"], "How to interpolate between voxels."] = "linear",
     outside: Annotated[
@@ -213,10 +217,16 @@ def convert(
     check_new(target, overwrite)
     from carlreg.files import images, transform_files
 
+    of_image = [name for name, value in vars(take).items() if value is not None]
+    values = {"reference": reference, "moving": moving, "part": None if part == "whole" else part}
+    of_transform = [name for name, value in values.items() if value is not None]
     with working("converting"):
-        if take != Take() or not is_transform(source):
-            images.write(take.read(source), target, overwrite=overwrite)
+        if not is_transform(source) or (of_image and not _is_named_transform(source)):
+            image = take.read(source)
+            _refuse(of_transform, f"is for transforms, but {source} is an image")
+            images.write(image, target, overwrite=overwrite)
             return
+        _refuse(of_image, f"is for images, but {source} is a transform")
         if not transform_files.is_learn2reg(source):
             transform = _read([source])
         elif reference is not None:
@@ -233,6 +243,11 @@ def convert(
             transform_files.write_learn2reg(transform, grid, other, target, overwrite=overwrite)
         else:
             transform_files.write_warp(transform, grid, target, overwrite=overwrite)
+
+
+def _refuse(options: list[str], why: str) -> None:
+    if options:
+        raise InputError(f"--{options[0]} {why}; leave it out")
 
 
 def _part(transform: WorldTransform | ItkTransform, part: Part) -> WorldTransform | ItkTransform:
@@ -253,39 +268,52 @@ def is_transform(path: Path) -> bool:
     """Whether a path is a transform rather than an image, judging by its name and header."""
     from carlreg.files import transform_files as files
 
+    return _is_named_transform(path) or (path.is_file() and (files.is_learn2reg(path) or files.is_warp(path)))
+
+
+def _is_named_transform(path: Path) -> bool:
+    """Whether a path is a transform by its name; by its header alone, one is an image with three time points, too."""
+    from carlreg.files import transform_files as files
+
     by_name = path.name.lower().endswith((*files.HDF5, *files.TEXT, *files.ALONE))
-    if by_name or ResultFolder(path).holds_registration():
-        return True
-    return path.is_file() and (files.is_learn2reg(path) or files.is_warp(path))
+    return by_name or ResultFolder(path).holds_registration()
 
 
 def _read(paths: list[Path], *, inverse: bool = False) -> WorldTransform | ItkTransform:
-    """Read the map from fixed to moving points from a result folder or transform files; a folder has an inverse too."""
+    """Read the map from fixed to moving points from a result folder or transform files, or its inverse from folders:
+    that of a chain, (B ∘ A)⁻¹ = A⁻¹ ∘ B⁻¹, begins with the last."""
     from carlreg.files import transform_files
 
     files = [path / (INVERSE if inverse else TRANSFORM) if path.is_dir() else path for path in paths]
     for path, file in zip(paths, files, strict=True):
         if path.is_dir() and not file.is_file():
             raise InputError(f"{path} is a folder without {file.name}; expected a folder of `carl register`, or a file")
-    return transform_files.read(files if len(files) > 1 else files[0])
+    return transform_files.read(files[::-1] if inverse else files)
 
 
 def _check_direction(image: Path, paths: list[Path], inverse: bool) -> None:
     """Refuse the fixed image, or its labels, where the moving one's belong, and the other way round, by the checksums
-    in the report of a result folder."""
-    if len(paths) != 1 or not (result := ResultFolder(paths[0]))[REPORT].is_file():
+    in the reports of result folders. The fixed image of a chain is that of its first folder, the moving one of its
+    last."""
+    ends = {"fixed": ResultFolder(paths[0]), "moving": ResultFolder(paths[-1])}
+    inputs = {side: end.read_report().inputs for side, end in ends.items() if end[REPORT].is_file()}
+    if not inputs:
         return
     from carlreg.files.checksums import sha256
 
-    checksum, inputs = sha256(image), result.read_report().inputs
-    names = [name for name, one in inputs.items() if one.sha256 == checksum]
-    sides = {"moving" if name.startswith("moving") else "fixed" for name in names}
-    if sides == {"moving" if inverse else "fixed"}:
-        given, other = ("moving", "fixed") if inverse else ("fixed", "moving")
+    checksum = sha256(image)
+    sides = {
+        side
+        for side, records in inputs.items()
+        for name, one in records.items()
+        if one.sha256 == checksum and name.startswith("moving") == (side == "moving")
+    }
+    given, other = ("moving", "fixed") if inverse else ("fixed", "moving")
+    if sides == {given}:
         advice = "leave --inverse out" if inverse else "give --inverse"
         raise InputError(
-            f"{image} belongs to the {given} image of {paths[0]}; expected an image in the {other} image's space: "
-            f"{advice} to warp it to the {other} image"
+            f"{image} belongs to the {given} image of {ends[given].path}; expected an image in the space of the "
+            f"{other} image of {ends[other].path}: {advice} to warp it there"
         )
 
 

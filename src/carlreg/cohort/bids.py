@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import carlreg
-from carlreg.cohort.sources import Subject, against, between, read_fixed
+from carlreg.cohort.sources import against, between, read_fixed
 from carlreg.errors import InputError
 from carlreg.files.atomic import write_atomically
+from carlreg.files.folders import Subject
 from carlreg.files.results import INVERSE, PAGE, REPORT, THUMBNAIL, TRANSFORM, WARP, WARPED, WARPED_LABELS, ResultFolder
 from carlreg.files.tables import Pair, stem
 

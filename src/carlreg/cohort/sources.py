@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from carlreg.errors import InputError
-from carlreg.files.results import PICTURES
+from carlreg.files.folders import ENDINGS, Subject, list_images, list_subjects
 from carlreg.files.tables import Pair, read_pairs, stem
-
-VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
-ENDINGS = (*VOLUMES, *PICTURES)
-LABELS, MASKS = ("_labels", "_seg", "_dseg"), ("_mask",)
-"""Ends of the names of label maps and masks beside an image, without their extensions."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An image, and the labels and the mask that belong to it."""
-
-    name: str
-    image: Path
-    labels: Path | None = None
-    mask: Path | None = None
-
-    @classmethod
-    def beside(cls, image: Path, files: Mapping[str, Path]) -> Subject:
-        """An image with the labels and the mask among files by their stems, which are those of the image and an end."""
-        labels, mask = (next((files[one] for end in ends if (one := stem(image) + end) in files), None)
-                        for ends in (LABELS, MASKS))  # fmt: skip
-        return cls(stem(image), image, labels, mask)
 
 
 def find_pairs(
@@ -65,16 +43,16 @@ def find_pairs(
 
 def read_folder(folder: Path) -> list[Subject]:
     """The images of a folder in order, each with its labels and its mask."""
-    files = _images_of(folder)
-    images = [path for name, path in files.items() if not name.endswith((*LABELS, *MASKS))]
-    if not images:
+    subjects = list_subjects(folder)
+    if not subjects:
         raise InputError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}")
-    return [Subject.beside(path, files) for path in images]
+    return subjects
 
 
 def read_fixed(image: Path, labels: Path | None = None, mask: Path | None = None) -> Subject:
     """The fixed image of a cohort, with the labels and the mask beside it unless they are given."""
-    found = Subject.beside(image, _images_of(image.parent) if image.parent.is_dir() else {})
+    files = list_images(image.parent) if image.parent.is_dir() else []
+    found = Subject.beside(image, {stem(path): path for path in files})
     return replace(found, labels=labels or found.labels, mask=mask or found.mask)
 
 
@@ -99,9 +77,3 @@ def _pair(fixed: Subject, moving: Subject) -> Pair:
         fixed_mask=fixed.mask,
         moving_mask=moving.mask,
     )
-
-
-def _images_of(folder: Path) -> dict[str, Path]:
-    """The image files of a folder by their stems, in order."""
-    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
-    return {stem(path): path for path in visible if path.name.lower().endswith(ENDINGS) and path.is_file()}

@@ -53,5 +53,8 @@ def averaging(old: int, centre: Tensor, step: float) -> Tensor:
     samples = 2 * math.ceil(step) if step > 1 else 1
     offsets = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples - 0.5
     position = centre[:, None] + width[:, None] * offsets  # (new, samples)
-    index = torch.arange(old, dtype=torch.float64)[:, None, None]
-    return (1 - (position - index).abs()).clamp(min=0).mean(dim=-1)
+    matrix = torch.zeros(old, len(centre), dtype=torch.float64)
+    for index in (position.floor(), position.floor() + 1):  # the voxels beside each sample; others are out of reach
+        weight = (1 - (position - index).abs()) * ((index >= 0) & (index < old))
+        matrix.scatter_add_(0, index.clamp(0, old - 1).long().T, weight.T)
+    return matrix / samples

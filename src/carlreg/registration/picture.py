@@ -37,11 +37,11 @@ def slices(result: Registration, axis: int | None = None) -> list[Picture]:
     or superior, by default the last: the four of `TITLES`, (rows, columns) of grey levels, the first row on top."""
     fixed = to_closest_ras(result.fixed)
     axis = 2 if axis is None else axis
-    data, scaling = preparation.preprocess(fixed)
+    ct, _ = preparation.ct_pair(result.fixed, result.moving)
+    data, scaling = preparation.preprocess(fixed, ct=ct[0])
     centre, _ = preparation.foreground_box(data[0, 0] > preparation.FOREGROUND, fixed.spacing)
     grid = fixed if fixed.dim == 2 else _slice(fixed, axis, round(centre[axis]))
-    ct = scaling.kind == "CT"
-    _, other = preparation.preprocess(result.moving, ct=ct)
+    _, other = preparation.preprocess(result.moving, ct=ct[1])
     looks = [(fixed, scaling), (result.moving, other)]
     maps: list[tuple[PointMap, int]] = [(_same, 0), (_same, 1), (result.transform, 1)]
     levels = [_levels(world_transform.apply(phi, looks[n][0], grid), looks[n][1], axis, fixed.dim) for phi, n in maps]

@@ -219,14 +219,25 @@ def _run(network: RegistrationAlgorithm, moving: Tensor, fixed: Tensor, graphs: 
 def _better_unregistered(maps: Maps, pair: PreparedPair, comparison: Comparison) -> str | None:
     """Why to prefer the unregistered images to the network's result; None if there is no reason."""
     moving, fixed, options = pair.moving.tensor, pair.fixed.tensor, comparison.options
+    apart = pair.fixed.crop_note != "whole" and not _same_place(pair)
     if match_perfectly(Identity(), Identity(), moving, fixed):
+        if apart:
+            return "the images match voxel by voxel once their margins are cropped: this alignment was kept"
         return "the unregistered images already match voxel by voxel: they were left as they are"
     moving, fixed = comparison.pair.moving.tensor, comparison.pair.fixed.tensor
     before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", mask=pair.fixed.mask)
     if before < after:
-        end = "those were kept" if options.io_iterations == 0 else "optimisation started from those"
-        return f"the network's result matched worse than the unregistered images; {end}"
+        steps, images = options.io_iterations, "images without their margins" if apart else "unregistered images"
+        optimised = steps != 0 and (options.transform == "deformable" or steps is not None)
+        end = "optimisation started from those" if optimised else "those were kept"
+        return f"the network's result matched worse than the {images}; {end}"
     return None
+
+
+def _same_place(pair: PreparedPair) -> bool:
+    """Whether the network sees the same part of the world of both scans, so that the identity moves nothing."""
+    first, second = (one.image.unit_to_world() for one in pair)
+    return bool(abs(first - second).max() < 1e-3)
 
 
 def _kept(optimization: Optimization, start: str) -> str | None:

@@ -5,8 +5,8 @@ row. Paths are relative to the file. Optional columns are `labels`, or `fixed_se
 `fixed_modality` and `moving_modality`; `fixed_landmarks` and `moving_landmarks`; and `split`, which is `train`, `val`
 or `test`.
 
-A folder contains images, and label maps `NAME_labels.nii.gz` beside `NAME.nii.gz`; or two such folders `train` and
-`val`.
+A folder contains images, and label maps `NAME_labels.nii.gz` (or `_seg`, `_dseg`) beside `NAME.nii.gz`; or two such
+folders `train` and `val`. Masks, `NAME_mask.nii.gz`, are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from pathlib import Path
 from carlreg.errors import InputError
 from carlreg.files import tables
 from carlreg.files.atomic import PathLike
-from carlreg.files.tables import IMAGE_COLUMNS, SIDES, SPLITS, read_table, require_files
+from carlreg.files.folders import ENDINGS, LABELS, is_image, list_images, list_subjects
+from carlreg.files.tables import IMAGE_COLUMNS, SIDES, SPLITS, read_table, require_files, stem
 
-VOLUMES = (".nii.gz", ".nii", ".nrrd", ".nhdr", ".mha", ".mhd", ".hdr")
-ENDINGS = (*VOLUMES, ".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp")
-LABELS = "_labels"
 PAIR_COLUMNS = {"name", "split"} | {f"{side}{end}" for side in SIDES for end in ("", "_seg", "_landmarks", "_modality")}
 FRACTION = 0.1
 """Share of the images for validation, by default."""
@@ -178,36 +176,32 @@ def _read(source: Path) -> dict[str, Cohort]:
 
 
 def _images_of(folder: Path) -> Cohort:
-    stems = {path: _stem(path) for path in sorted(folder.iterdir()) if path.is_file() and _stem(path)}
-    labels = {stem.removesuffix(LABELS): path for path, stem in stems.items() if stem.endswith(LABELS)}
-    images = {path: stem for path, stem in stems.items() if not stem.endswith(LABELS)}
-    for stem in labels.keys() - images.values():
-        raise DatasetError(f"{labels[stem]} has no image {stem} beside it; check the names")
-    if not images:
+    subjects = list_subjects(folder)
+    names = {subject.name for subject in subjects}
+    for path in list_images(folder):
+        end = next((end for end in LABELS if stem(path).endswith(end)), None)
+        if end is not None and (name := stem(path).removesuffix(end)) not in names:
+            raise DatasetError(f"{path} has no image {name} beside it; check the names")
+    if not subjects:
         raise DatasetError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}, or a CSV file")
-    return Cohort(tuple(Case(path, labels.get(stem)) for path, stem in images.items()))
+    return Cohort(tuple(Case(subject.image, subject.labels) for subject in subjects))
 
 
 def read_label_maps(source: str) -> tuple[Case, ...]:
-    """The label maps of a folder (those called `NAME_labels`, or all files if there are none), or of a pattern.
+    """The label maps of a folder (those called `NAME_labels`, `NAME_seg` or `NAME_dseg`, or all files if there are
+    none), or of a pattern.
 
     >>> maps = read_label_maps("maps/*_labels.nii.gz")
     """
     folder = Path(source)
     paths = sorted(folder.iterdir() if folder.is_dir() else map(Path, glob.glob(source, recursive=True)))
-    paths = [path for path in paths if path.is_file() and _stem(path)]
-    named = [path for path in paths if _stem(path).endswith(LABELS)]
+    paths = [path for path in paths if is_image(path)]
+    named = [path for path in paths if stem(path).endswith(LABELS)]
     found = named if folder.is_dir() and named else paths
     if len(found) < 2:
         count = f"only one label map ({found[0]})" if found else "no label map"
         raise DatasetError(f"{source} has {count}; expected a folder or a quoted pattern with at least two, as a pair")
     return tuple(Case(path, path) for path in found)
-
-
-def _stem(path: Path) -> str:
-    """The name of an image file without its ending; empty for other files."""
-    ending = next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
-    return "" if ending is None or path.name.startswith(".") else path.name[: -len(ending)]
 
 
 def _cohort(rows: Sequence[tables.Scan | tables.Pair], path: Path) -> Cohort:
