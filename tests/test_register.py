@@ -243,6 +243,20 @@ def test_a_mask_changes_the_result(model_file: Path) -> None:
     assert second > -0.5
 
 
+@pytest.mark.parametrize("slices", [slice(37, 38), slice(21, 23)])
+def test_thin_masks_are_kept_on_every_grid(model_file: Path, slices: slice) -> None:
+    """A region of interest of one or two slices, on a grid of half as many and on coarser ones."""
+    shape = (48, 48, 48)
+    fixed, moving = (1000 * ball(shape, (24, 24, middle), 16) for middle in (24, 26))
+    mask = np.zeros(shape, np.uint8)
+    mask[6:42, 6:42, slices] = 1
+    masks = {"fixed_mask": scan(mask), "moving_mask": scan(mask)}
+    options: dict[str, Any] = {"model": model_file, "over": "fields", "device": "cpu", "confidence": "full"}
+    for name in ("lncc", "ssd"):
+        result = register(fixed=scan(fixed), moving=scan(moving), io_sim=name, **options, **masks)
+        assert math.isfinite(result.record.losses[-1]["total"])
+
+
 # ---- the shipped model ----------------------------------------------------------------------------------------------
 
 
