@@ -32,7 +32,7 @@ from carlreg.files.images import (
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.grids import Grid, interpolate
 from carlreg.geometry.resizing import resize, resize_labels, resize_mask
-from carlreg.preparation import Frame, preprocess
+from carlreg.preparation import Frame, looks_like_ct, may_be_ct, preprocess
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -329,6 +329,21 @@ def test_other_images_are_not_taken_for_ct(data: np.ndarray) -> None:
     assert tensor.min() == 0
     assert tensor.max() == 1
     assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("name", ["ct_hu/body_3mm", "lung/elastix/followup", "lung/popi/exhale"])
+def test_crops_of_soft_tissue_may_be_ct_and_mr_may_not(name: str) -> None:
+    path, mr = DATA / f"{name}.nii.gz", DATA / "brainweb" / "t1.nii.gz"
+    if not path.exists() or not mr.exists():
+        pytest.skip("needs the data for experiments")
+    data = read(path).data
+    assert looks_like_ct(data)
+    corners = itertools.product(*(range(0, n - 32, 8) for n in data.shape))
+    crops = (data[tuple(slice(n, n + 32) for n in corner)] for corner in corners)
+    without_air = [crop for crop in crops if not looks_like_ct(crop) and np.mean((crop >= -200) & (crop <= 300)) > 0.9]
+    assert len(without_air) > 5
+    assert np.mean([may_be_ct(crop) for crop in without_air]) > 0.95
+    assert not may_be_ct(read(mr).data)
 
 
 def test_percentiles_leave_outliers_out_and_background_at_zero() -> None:

@@ -30,6 +30,9 @@ FULL, MARGIN = 2 / 3, 0.05
 end."""
 LUNG = 0.11
 """In CT of chests, this share of the body is lung, or more; in CT of whole trunks, less."""
+FAT = 0.005
+"""In crops of CT, this share of the voxels is below 0 HU, or more: fat, and the noise of water. Other scans have fewer,
+from resampling by splines."""
 THIN = 24
 """Scans with this many slices or fewer are thin."""
 RESOLVED = 0.9
@@ -128,9 +131,10 @@ def looks_like_ct(data: npt.NDArray[Any]) -> bool:
 
 def may_be_ct(data: npt.NDArray[Any]) -> bool:
     """Whether values may be Hounsfield units of a part of the body without air: at least 90 % of the voxels between
-    −200 and 300, spread over more than 20, and no background of equal values."""
+    −200 and 300, spread over more than 20, no background of equal values, and at least `FAT` of the voxels below 0."""
     tissue = (data >= -200) & (data <= 300)
-    return bool(tissue.mean() >= 0.9 and np.ptp(data) > 20 and np.mean(data == data.min()) < 0.05)
+    fat = np.mean(data < 0) >= FAT
+    return bool(fat and tissue.mean() >= 0.9 and np.ptp(data) > 20 and np.mean(data == data.min()) < 0.05)
 
 
 def ct_pair(fixed: Image, moving: Image) -> tuple[tuple[bool, bool], tuple[str, ...]]:
