@@ -149,3 +149,12 @@ def test_2d_and_3d_are_not_registered() -> None:
     flat, volume = (scan(blobs(*case), case[1]) for case in CASES)
     with pytest.raises(InputError, match="the fixed image is 2-D and the moving one 3-D"):
         carlreg.register(fixed=flat, moving=volume, model="none")
+
+
+@pytest.mark.parametrize("slices", [5, 7])
+def test_contrasts_of_few_slices_agree(slices: int) -> None:
+    """A body that goes on beyond the first and the last slice, and the same 2 voxels further."""
+    fixed = blobs((48, 48, 48), (1.0, 1.0, 1.0))[0, 0, :, :, 24 : 24 + slices].numpy()
+    pair = {"fixed": fixed, "moving": 0.8 * np.roll(fixed, 2, axis=0)}
+    result = carlreg.register(**pair, model="none", io_iterations=2, confidence="off", device="cpu")
+    assert str(result.record.io_sim_reason).startswith("the contrasts agree")

@@ -28,6 +28,8 @@ from carlreg.registration.options import RegisterOptions
 
 WINDOW = 2.0
 """Standard deviation in voxels of the windows in which intensities are compared."""
+EPSILON = 1e-5
+"""Added to local variances, of intensities from 0 to 1."""
 AGREEMENT = 0.7
 """Two images of the same contrast agree at least as much as this,"""
 GAINED = 0.03
@@ -98,9 +100,15 @@ def _agreement(correlations: Tensor) -> float:
 
 
 def _correlations(warped: Tensor, fixed: Tensor) -> Tensor:
-    """Only those in windows inside both bodies, since a body differs from the background in every contrast."""
-    inside = gaussian_blur(((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed), WINDOW) > 0.95
-    return local_correlation(warped, fixed, WINDOW)[inside]
+    """Only those in windows inside both bodies, since a body differs from the background in every contrast. Windows end
+    where the images do: across few slices, none would be complete."""
+    bodies = ((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed)
+    parts = [torch.ones_like(fixed), bodies, warped, fixed, warped**2, fixed**2, warped * fixed]
+    whole, filled, *moments = gaussian_blur(torch.cat(parts, dim=1), WINDOW).split(1, dim=1)
+    inside = filled > 0.95 * whole
+    a, b, aa, bb, ab = (one[inside] / whole[inside] for one in moments)
+    variances = ((aa - a * a).clamp(min=0) + EPSILON) * ((bb - b * b).clamp(min=0) + EPSILON)
+    return (ab - a * b) / variances.sqrt()
 
 
 @torch.no_grad()

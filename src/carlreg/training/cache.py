@@ -24,11 +24,12 @@ from carlreg import preparation
 from carlreg.errors import InputError
 from carlreg.files import images, orientation
 from carlreg.files.atomic import PathLike, write_atomically
+from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, ImageError
 from carlreg.geometry import resizing
 from carlreg.model.loaded import CT_RANGE
 from carlreg.preparation import FOREGROUND, Frame, common_voxel
-from carlreg.training.cohort import Case, DatasetError
+from carlreg.training.cohort import Case, Cohort, DatasetError
 
 PREPARATION = 2
 """Version of the cached data: to be raised if this module, or `preparation`, computes something else."""
@@ -229,6 +230,14 @@ def _load(path: Path) -> Prepared:
     return Prepared(image, labels, **header)
 
 
-def digest(prepared: Sequence[Prepared]) -> str:
-    """A checksum of a list of cases."""
-    return hashlib.sha256("".join(case.digest for case in prepared).encode()).hexdigest()[:32]
+def digest(prepared: Sequence[Prepared], cohort: Cohort | None = None) -> str:
+    """A checksum of cases and, of a cohort of them, of their modalities, its pairs and their landmarks."""
+    content: list[Any] = [[case.digest for case in prepared]]
+    if cohort is not None:
+        landmarks = [(pair.moving_landmarks, pair.fixed_landmarks) for pair in cohort.pairs or ()]
+        content += [
+            [case.modality for case in cohort.cases],
+            cohort.pairs and [(pair.moving, pair.fixed) for pair in cohort.pairs],
+            [[path and sha256(path) for path in both] for both in landmarks],
+        ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

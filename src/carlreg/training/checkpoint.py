@@ -22,7 +22,7 @@ from carlreg.model.files import save
 from carlreg.training.distributed import TrainingError
 from carlreg.training.settings import MAY_CHANGE
 
-FORMAT = "carlreg-run-1"
+FORMAT, EARLIER = "carlreg-run-2", ("carlreg-run-1",)
 STATE, LAST, BEST, LOG = "state.pt", "last.safetensors", "best.safetensors", "log.jsonl"
 CONFIG, CURVES, BOARD = "config.json", "curves.png", "tensorboard"
 FILES = (CONFIG, STATE, LAST, BEST, LOG, CURVES)
@@ -127,13 +127,18 @@ class RunFolder:
             return False
         before = _read_json(self.path / CONFIG)
         damaged = before is None and CONFIG in names and {*names} <= {*FILES, BOARD}
-        if not damaged and (before is None or before.get("format") != FORMAT):
+        if not damaged and (before is None or before.get("format") not in (FORMAT, *EARLIER)):
             raise ExistsError(
                 f"{self.path} holds {names[0]}, but no run of carl train; expected a new or empty folder, or that of a "
                 "run"
             )
         if overwrite:
             return False
+        if before is not None and before["format"] in EARLIER:
+            raise InputError(
+                f"{self.path} holds a run of an earlier version, which did not record what it was trained and validated "
+                "with; choose another folder, or start again with --overwrite"
+            )
         try:
             refuse_other_run(self.path, _identity(before or {}), _identity(config))
         except (KeyError, TypeError, AttributeError) as error:
@@ -167,7 +172,7 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """Everything in a run's config that must be the same for the run to be resumed."""
     settings = {name: value for name, value in config["settings"].items() if name not in MAY_CHANGE}
     prepared = {name: config[name] for name in ("grid", "ct_range", "voxel")}
-    return {**settings, **prepared, "starting weights": config["start"], "set of images": config["data"]["digest"]}
+    return {**settings, **prepared, "starting weights": config["start"], **config["digests"]}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

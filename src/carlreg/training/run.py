@@ -118,6 +118,7 @@ class _Plan:
         """A record of the run, for `config.json`."""
         cohorts = {"training": self.training, "validation": self.validation}
         counts = {name: part and {"images": len(part.cases), part.unit: len(part)} for name, part in cohorts.items()}
+        count = len(self.training.cases)
         versions = {"carlreg": carlreg.__version__, "torch": torch.__version__, "python": platform.python_version()}
         config = {
             "format": FORMAT,
@@ -126,7 +127,12 @@ class _Plan:
             "ct_range": self.start.ct_range,
             "voxel": self.start.voxel,
             "start": self.start.checksum,
-            "data": {"source": os.fspath(self.source), **counts, "digest": cache.digest([*self.prepared, *self.maps])},
+            "data": {"source": os.fspath(self.source), **counts},
+            "digests": {
+                "training set": cache.digest(self.prepared[:count], self.training),
+                "validation set": cache.digest(self.prepared[count:], self.validation),
+                "set of label maps": cache.digest(self.maps),
+            },
             "parameters": self.parameters,
             "versions": versions,
         }
