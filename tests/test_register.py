@@ -299,6 +299,41 @@ def test_a_beating_heart_in_a_still_body_is_worth_registering() -> None:
     assert mismatch(moving, fixed, wrong)[1] > 1.1 * before
 
 
+@pytest.mark.parametrize("masked", [("fixed", "moving"), ("fixed",), ("moving",)])
+@pytest.mark.parametrize("thickness", [24, 1])
+def test_masks_restrict_where_contrasts_and_maps_are_judged(masked: tuple[str, ...], thickness: int) -> None:
+    """A contrast that agrees inside the masks and is inverted outside, and a map that is right inside alone."""
+    from carlreg.files.images import from_array
+    from carlreg.geometry.transforms import Affine
+    from carlreg.objective.losses import gaussian_blur
+    from carlreg.preparation import Prepared, PreparedPair
+    from carlreg.registration.options import RegisterOptions
+    from carlreg.registration.similarity import compare, mismatch
+
+    noise = gaussian_blur(torch.randn(1, 1, 40, 40, 40, generator=torch.Generator().manual_seed(0)), 2.0)
+    fixed = 0.5 + 0.4 * (noise / noise.abs().max())  # inside a body
+    inside = torch.zeros_like(fixed)
+    inside[..., 4:34, 4:34, 8 : 8 + thickness] = 1
+    moved = torch.where(inside > 0, fixed**2, 1 - fixed).roll(5, 2)
+    masks = {"fixed": inside, "moving": inside.roll(5, 2)}
+    shift = Affine(torch.tensor([[[1.0, 0, 0, 5 / 39], [0, 1, 0, 0], [0, 0, 1, 0]]]))
+    about = from_array(fixed[0, 0].numpy())
+
+    def prepared(side: str, image: torch.Tensor) -> Prepared:
+        return Prepared(about, image, masks[side] if side in masked else None, "", about.shape, "whole")
+
+    pair = PreparedPair(prepared("fixed", fixed), prepared("moving", moved))
+    found = compare(RegisterOptions(), shift, pair)
+    assert found.reason == "the contrasts agree (agreement 1.00, limit 0.7)"
+    without = PreparedPair(*(Prepared(about, one.tensor, None, "", about.shape, "whole") for one in pair))
+    assert compare(RegisterOptions(), shift, without).differs
+    if thickness > 1:
+        given = {f"{side}_mask": masks[side] for side in masked}
+        before, after = mismatch(moved, fixed, shift, **given)
+        assert after < 0.5 * before
+        assert mismatch(moved, fixed, shift)[1] > 0.8 * mismatch(moved, fixed, shift)[0]
+
+
 def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     """Local correlation where it has one sign, squared where it has both, and what the user asks for always."""
     from carlreg.files.images import from_array

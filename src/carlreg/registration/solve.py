@@ -217,7 +217,8 @@ def _better_unregistered(maps: Maps, pair: PreparedPair, comparison: Comparison)
     if match_perfectly(Identity(), Identity(), moving, fixed):
         return "the unregistered images already match voxel by voxel: they were left as they are"
     moving, fixed = comparison.pair.moving.tensor, comparison.pair.fixed.tensor
-    before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", mask=pair.fixed.mask)
+    masks = {"fixed_mask": pair.fixed.mask, "moving_mask": pair.moving.mask}
+    before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", **masks)
     if before < after:
         end = "those were kept" if options.io_iterations == 0 else "optimisation started from those"
         return f"the network's result matched worse than the unregistered images; {end}"
