@@ -32,8 +32,8 @@ from carlreg.files.images import (
 )
 from carlreg.files.orientation import to_closest_ras
 from carlreg.geometry.grids import Grid, interpolate
-from carlreg.geometry.resizing import averaging, resize, resize_labels
-from carlreg.preparation import preprocess
+from carlreg.geometry.resizing import averaging, resize, resize_labels, resize_mask
+from carlreg.preparation import Frame, looks_like_ct, may_be_ct, preprocess
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -332,6 +332,21 @@ def test_other_images_are_not_taken_for_ct(data: np.ndarray) -> None:
     assert torch.isfinite(tensor).all()
 
 
+@pytest.mark.parametrize("name", ["ct_hu/body_3mm", "lung/elastix/followup", "lung/popi/exhale"])
+def test_crops_of_soft_tissue_may_be_ct_and_mr_may_not(name: str) -> None:
+    path, mr = DATA / f"{name}.nii.gz", DATA / "brainweb" / "t1.nii.gz"
+    if not path.exists() or not mr.exists():
+        pytest.skip("needs the data for experiments")
+    data = read(path).data
+    assert looks_like_ct(data)
+    corners = itertools.product(*(range(0, n - 32, 8) for n in data.shape))
+    crops = (data[tuple(slice(n, n + 32) for n in corner)] for corner in corners)
+    without_air = [crop for crop in crops if not looks_like_ct(crop) and np.mean((crop >= -200) & (crop <= 300)) > 0.9]
+    assert len(without_air) > 5
+    assert np.mean([may_be_ct(crop) for crop in without_air]) > 0.95
+    assert not may_be_ct(read(mr).data)
+
+
 def test_percentiles_leave_outliers_out_and_background_at_zero() -> None:
     mri = body(500, 0, 50).clip(0)
     spoiled = mri.copy()
@@ -448,6 +463,25 @@ def test_resize_labels_takes_the_nearest() -> None:
     assert result.dtype == torch.int64
     rows, columns = (np.floor(np.arange(n) * (o - 1) / (n - 1) + 0.5).astype(int) for o, n in ((13, 40), (8, 4)))
     assert np.array_equal(result[0, 0].numpy(), labels[0, 0].numpy()[np.ix_(rows, columns)])
+
+
+@pytest.mark.parametrize("shape", [(13, 40), (96, 24), (160, 96), (64, 8), (30, 30)])
+def test_resized_masks_lose_no_voxel_and_stay_thin(shape: tuple[int, int]) -> None:
+    old, new = shape
+    voxels = torch.eye(old)[:, None]  # masks of one voxel, one at each place
+    result = resize_mask(voxels, (new,))
+    kept = resize_mask(voxels[:, :, None].expand(-1, -1, 3, -1), (2, new))
+    framed = Frame((new,), ((old - 1) / 2,), ((old - 1) / (new - 1),)).resample_mask(voxels)
+    assert kept.eq(result[:, :, None]).all()
+    assert framed.equal(result)
+    assert bool(result.sum(-1).ge(1).all())
+    assert result.sum(-1).max() <= math.ceil(max(new / old, 1))
+    assert result.unique().tolist() == [0, 1]
+    assert old != new or result.equal(voxels)
+    apart = ((result * torch.linspace(0, 1, new)).sum(-1) / result.sum(-1))[:, 0] - torch.linspace(0, 1, old)
+    assert apart.abs().max() <= 0.5 / (min(old, new) - 1) + 1e-6
+    beside = Frame((4,), (old - 2.5,), (1.0,)).resample_mask(voxels)
+    assert beside.flatten(1).any(dim=1).sum() == 4  # those outside the frame are not in it
 
 
 def test_resize_refuses_what_has_no_ends() -> None:

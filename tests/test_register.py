@@ -68,7 +68,7 @@ def intensities(result: Registration) -> list[str]:
 
 def test_a_ct_scan_and_a_crop_of_it_without_air_have_one_scale(model_file: Path) -> None:
     whole = ct()
-    crop = whole[12:29, 12:29, 12:29]
+    crop = whole[10:31, 10:31, 10:31]  # without air, but with fat
     for fixed, moving in ((whole, crop), (crop, whole)):
         result = register(fixed=scan(fixed), moving=scan(moving), model=model_file, io_iterations=0, device="cpu")
         assert [" HU " in note for note in intensities(result)] == [True, True]
@@ -79,8 +79,12 @@ def test_a_ct_scan_and_a_crop_of_it_without_air_have_one_scale(model_file: Path)
 
 
 def test_a_pair_of_ct_and_mr_is_reported(model_file: Path) -> None:
-    """An MR image is not scaled as CT, because it has a background and no Hounsfield units."""
-    for mr in (textured(), np.clip(textured() // 2, 0, 255).astype(np.uint8)):
+    """An MR image is not scaled as CT, because it has a background and no Hounsfield units; one without a background
+    of equal values, 8-bit or resampled by splines, has hardly any value below 0."""
+    small = np.clip(textured() // 2, 0, 255).astype(np.uint8)
+    noisy = np.clip(np.abs(np.random.default_rng(0).normal(0, 9, small.shape)) + small, 0, 255)
+    ringing = noisy - 25.0 * (np.random.default_rng(1).random(small.shape) < 0.002)
+    for mr in (textured(), small, noisy.astype(np.uint8), ringing.astype(np.float32)):
         result = register(fixed=scan(ct()), moving=scan(mr), model=model_file, io_iterations=0, device="cpu")
         assert [" HU " in note for note in intensities(result)] == [True, False]
         assert any("looks like CT" in text and "percentiles" in text for text in result.warnings)
@@ -243,6 +247,20 @@ def test_a_mask_changes_the_result(model_file: Path) -> None:
     assert second > -0.5
 
 
+@pytest.mark.parametrize("slices", [slice(37, 38), slice(21, 23)])
+def test_thin_masks_are_kept_on_every_grid(model_file: Path, slices: slice) -> None:
+    """A region of interest of one or two slices, on a grid of half as many and on coarser ones."""
+    shape = (48, 48, 48)
+    fixed, moving = (1000 * ball(shape, (24, 24, middle), 16) for middle in (24, 26))
+    mask = np.zeros(shape, np.uint8)
+    mask[6:42, 6:42, slices] = 1
+    masks = {"fixed_mask": scan(mask), "moving_mask": scan(mask)}
+    options: dict[str, Any] = {"model": model_file, "over": "fields", "device": "cpu", "confidence": "full"}
+    for name in ("lncc", "ssd"):
+        result = register(fixed=scan(fixed), moving=scan(moving), io_sim=name, **options, **masks)
+        assert math.isfinite(result.record.losses[-1]["total"])
+
+
 # ---- the shipped model ----------------------------------------------------------------------------------------------
 
 
@@ -281,6 +299,41 @@ def test_a_beating_heart_in_a_still_body_is_worth_registering() -> None:
     assert mismatch(moving, fixed, wrong)[1] > 1.1 * before
 
 
+@pytest.mark.parametrize("masked", [("fixed", "moving"), ("fixed",), ("moving",)])
+@pytest.mark.parametrize("thickness", [24, 1])
+def test_masks_restrict_where_contrasts_and_maps_are_judged(masked: tuple[str, ...], thickness: int) -> None:
+    """A contrast that agrees inside the masks and is inverted outside, and a map that is right inside alone."""
+    from carlreg.files.images import from_array
+    from carlreg.geometry.transforms import Affine
+    from carlreg.objective.losses import gaussian_blur
+    from carlreg.preparation import Prepared, PreparedPair
+    from carlreg.registration.options import RegisterOptions
+    from carlreg.registration.similarity import compare, mismatch
+
+    noise = gaussian_blur(torch.randn(1, 1, 40, 40, 40, generator=torch.Generator().manual_seed(0)), 2.0)
+    fixed = 0.5 + 0.4 * (noise / noise.abs().max())  # inside a body
+    inside = torch.zeros_like(fixed)
+    inside[..., 4:34, 4:34, 8 : 8 + thickness] = 1
+    moved = torch.where(inside > 0, fixed**2, 1 - fixed).roll(5, 2)
+    masks = {"fixed": inside, "moving": inside.roll(5, 2)}
+    shift = Affine(torch.tensor([[[1.0, 0, 0, 5 / 39], [0, 1, 0, 0], [0, 0, 1, 0]]]))
+    about = from_array(fixed[0, 0].numpy())
+
+    def prepared(side: str, image: torch.Tensor) -> Prepared:
+        return Prepared(about, image, masks[side] if side in masked else None, "", about.shape, "whole")
+
+    pair = PreparedPair(prepared("fixed", fixed), prepared("moving", moved))
+    found = compare(RegisterOptions(), shift, pair)
+    assert found.reason == "the contrasts agree (agreement 1.00, limit 0.7)"
+    without = PreparedPair(*(Prepared(about, one.tensor, None, "", about.shape, "whole") for one in pair))
+    assert compare(RegisterOptions(), shift, without).differs
+    if thickness > 1:
+        given = {f"{side}_mask": masks[side] for side in masked}
+        before, after = mismatch(moved, fixed, shift, **given)
+        assert after < 0.5 * before
+        assert mismatch(moved, fixed, shift)[1] > 0.8 * mismatch(moved, fixed, shift)[0]
+
+
 def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     """Local correlation where it has one sign, squared where it has both, and what the user asks for always."""
     from carlreg.files.images import from_array
@@ -294,9 +347,13 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     scan = 0.5 + 0.4 * (noise / noise.abs().max())  # inside a body
     folded = (scan - 0.5).abs() * 2 + 0.1  # as bright for dark as for bright
     assert agreement(scan, 0.8 * scan**2) > 0.95
-    assert agreement(scan, 1 - scan) < -0.8  # at the border, windows hold zeros
+    assert agreement(scan, 1 - scan) < -0.95
     assert abs(agreement(scan, folded)) < 0.5
     assert np.isnan(agreement(scan, torch.zeros_like(scan)))
+
+    for slices in (4, 5, 7):  # windows are wider than that
+        assert agreement(scan[..., :slices], 0.8 * scan[..., :slices] ** 2) > 0.95
+        assert agreement(scan[..., :slices], 1 - scan[..., :slices]) < -0.95
 
     def decide(
         moving: torch.Tensor, phi: Transform | None = None, ct: tuple[bool, bool] = (False, False), **options: Any
@@ -316,7 +373,7 @@ def test_the_similarity_follows_the_contrast_of_the_scans() -> None:
     assert chosen(scan**2) == ("lncc", "the contrasts agree (agreement 1.00, limit 0.7)")
     assert chosen(1 - scan)[0] == chosen(folded)[0] == "lncc"
     assert chosen(1 - scan, optimize="weights")[0] == chosen(folded, optimize="weights")[0] == "lncc2"
-    assert "the contrasts differ (agreement -0." in str(chosen(1 - scan)[1])
+    assert "the contrasts differ (agreement -1.00, limit 0.7)" in str(chosen(1 - scan)[1])
     assert chosen(1 - scan, io_sim="mind") == ("mind", None)
     assert weight(1 - scan) == 3 > weight(1 - scan, regularity=1.0) == 1
     assert weight(scan**2) is None

@@ -217,7 +217,7 @@ def test_a_mask_is_framed_along() -> None:
     _, seen = prepare_pair(scan, scan, model, CPU, moving_mask=mask)
     assert seen.mask is not None
     inside = seen.mask.sum() * 8
-    assert inside == pytest.approx(mask.data.sum(), rel=0.1)
+    assert 1 <= inside / mask.data.sum() < 1.3  # half a voxel of the grid at each side
 
 
 def test_a_file_that_names_a_voxel_without_a_grid_is_refused(tmp_path: Path) -> None:

@@ -164,3 +164,12 @@ def test_pictures_are_optimised_on_their_own_pixels() -> None:
     there = result.transform(points[0][inside].numpy() * (side - 1))
     error = np.linalg.norm(there - expected[0][inside].numpy() * (side - 1), axis=1)
     assert error.mean() < 0.2  # 0.34 on 192 pixels a side
+
+
+@pytest.mark.parametrize("slices", [5, 7])
+def test_contrasts_of_few_slices_agree(slices: int) -> None:
+    """A body that goes on beyond the first and the last slice, and the same 2 voxels further."""
+    fixed = blobs((48, 48, 48), (1.0, 1.0, 1.0))[0, 0, :, :, 24 : 24 + slices].numpy()
+    pair = {"fixed": fixed, "moving": 0.8 * np.roll(fixed, 2, axis=0)}
+    result = carlreg.register(**pair, model="none", io_iterations=2, confidence="off", device="cpu")
+    assert str(result.record.io_sim_reason).startswith("the contrasts agree")

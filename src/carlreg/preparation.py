@@ -18,7 +18,7 @@ from carlreg.fast.precision import full_precision
 from carlreg.files.checks import ImageError, check_finite, times
 from carlreg.files.images import Image, Matrix, check_same_grid, map_points
 from carlreg.files.orientation import to_closest_ras
-from carlreg.geometry.resizing import averaging, resize, resize_labels
+from carlreg.geometry.resizing import averaging, cover, resize, resize_mask
 from carlreg.model.loaded import CT_RANGE, LoadedModel, Prepare
 
 LEAST_SIDE = 4
@@ -30,6 +30,9 @@ FULL, MARGIN = 2 / 3, 0.05
 end."""
 LUNG = 0.11
 """In CT of chests, this share of the body is lung, or more; in CT of whole trunks, less."""
+FAT = 0.005
+"""In crops of CT, this share of the voxels is below 0 HU, or more: fat, and the noise of water. Other scans have fewer,
+from resampling by splines."""
 THIN = 24
 """Scans with this many slices or fewer are thin."""
 RESOLVED = 0.9
@@ -128,9 +131,10 @@ def looks_like_ct(data: npt.NDArray[Any]) -> bool:
 
 def may_be_ct(data: npt.NDArray[Any]) -> bool:
     """Whether values may be Hounsfield units of a part of the body without air: at least 90 % of the voxels between
-    −200 and 300, spread over more than 20, and no background of equal values."""
+    −200 and 300, spread over more than 20, no background of equal values, and at least `FAT` of the voxels below 0."""
     tissue = (data >= -200) & (data <= 300)
-    return bool(tissue.mean() >= 0.9 and np.ptp(data) > 20 and np.mean(data == data.min()) < 0.05)
+    fat = np.mean(data < 0) >= FAT
+    return bool(fat and tissue.mean() >= 0.9 and np.ptp(data) > 20 and np.mean(data == data.min()) < 0.05)
 
 
 def ct_pair(fixed: Image, moving: Image) -> tuple[tuple[bool, bool], tuple[str, ...]]:
@@ -221,6 +225,10 @@ class Frame:
             labels = taken * inside.reshape(-1, *(1,) * (labels.dim() - 1 - axis)).to(labels)
         return labels.contiguous()
 
+    def resample_mask(self, mask: Tensor) -> Tensor:
+        """The same for a mask: 1 inside, 0 outside. No nonzero voxel within the frame is lost."""
+        return cover(mask, list(zip(self._positions(), self.step, strict=True)))
+
     def affine(self, image: Image) -> Matrix:
         """From the frame's voxels to the world."""
         affine = image.affine.copy()
@@ -299,9 +307,9 @@ class Prepared:
         """What the network sees, and the mask, on another grid over the same extent."""
         if self.source is None or tuple(shape) == tuple(self.tensor.shape[2:]):
             data, mask = self.tensor, self.mask
-            return resize(data, shape), None if mask is None else resize_labels(mask, shape)
+            return resize(data, shape), None if mask is None else resize_mask(mask, shape)
         scan, labels, frame = self.source[0], self.source[1], self.source[2].on(shape)
-        mask = None if labels is None else frame.resample_labels(labels).to(self.tensor)
+        mask = None if labels is None else frame.resample_mask(labels).to(self.tensor)
         return frame.resample(scan.to(self.tensor)), mask
 
     def spacing(self, shape: Sequence[int]) -> tuple[float, ...]:
@@ -444,13 +452,11 @@ class _Scan:
         mask, image, sides = self._ones(), self.image, self.image.shape
         if frame is None:
             tensor = resize(self.data, grid or sides)
-            mask = None if mask is None else resize_labels(mask, grid or sides)
+            mask = None if mask is None else resize_mask(mask, grid or sides)
         else:
             tensor, sides = frame.resample(self.data), frame.sides()
-            mask = None if mask is None else frame.resample_labels(mask)
+            mask = None if mask is None else frame.resample_mask(mask)
             image = Image(tensor[0, 0].numpy(), frame.affine(image), image.name)
-        if self.mask is not None and mask is not None and not bool(mask.any()):
-            raise InputError(f"{self.mask.name} is too small: no voxel of it is left on the network's grid; enlarge it")
         source = self.data, self._ones(), frame or Frame.whole(self.image.shape)
         on_device = None if mask is None else mask.to(device)
         return Prepared(image, tensor.to(device), on_device, self.note, sides, note, source, self.is_ct)

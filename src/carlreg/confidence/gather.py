@@ -16,7 +16,7 @@ from carlreg.confidence.evidence import Evidence
 from carlreg.explain import Inside
 from carlreg.fast.precision import mixed_precision
 from carlreg.geometry.grids import interpolate
-from carlreg.geometry.resizing import resize, resize_labels
+from carlreg.geometry.resizing import resize, resize_mask
 from carlreg.geometry.transforms import Affine, Transform
 from carlreg.model.algorithms import CoordinateAttention, RegistrationAlgorithm
 from carlreg.preparation import Prepared, PreparedPair
@@ -192,7 +192,7 @@ class _Seen:
 def _at_most(one: Prepared) -> tuple[Tensor, Tensor | None]:
     """What the network sees, and the mask, on at most `FINEST` voxels a side."""
     shape = [min(n, FINEST) for n in one.tensor.shape[2:]]
-    return resize(one.tensor, shape), None if one.mask is None else resize_labels(one.mask, shape)
+    return resize(one.tensor, shape), None if one.mask is None else resize_mask(one.mask, shape)
 
 
 def _size(one: Prepared) -> list[float]:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
+from carlreg.geometry.grids import multiply_axes
 
 
 @full_precision
@@ -30,6 +32,26 @@ def resize_labels(labels: Tensor, shape: Sequence[int]) -> Tensor:
         nearest = (_positions(old, new) + 0.5).floor().long()
         labels = labels.index_select(axis, nearest.to(labels.device))
     return labels
+
+
+def resize_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """Resample a mask to another shape: (B, C, *sides) → (B, C, *shape), 1 inside and 0 outside. No nonzero voxel is
+    lost where it shrinks, however thin the mask is."""
+    sides = zip(mask.shape[2:], _new_sides(mask, shape), strict=True)
+    return cover(mask, [(_positions(old, new), (old - 1) / max(new - 1, 1)) for old, new in sides])
+
+
+@full_precision
+def cover(mask: Tensor, axes: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """1 where a new voxel holds any nonzero one of a mask (B, C, *sides), or is held by it if it is smaller. Along each
+    axis, the centres of new voxels are given as fractional indices of the old ones, and how many of those they lie
+    apart."""
+    inside, held = (mask != 0).float(), []
+    for old, (centre, step) in zip(mask.shape[2:], axes, strict=True):
+        apart = (centre - torch.arange(old, dtype=torch.float64)[:, None]).abs()
+        nearest = F.one_hot(apart.argmin(1), len(centre)) if step > 1 else F.one_hot(apart.argmin(0), old).mT
+        held.append((nearest * (apart <= max(step, 1) / 2 + 1e-6)).to(inside))
+    return (multiply_axes(inside, held) > 0).to(inside)
 
 
 def _new_sides(data: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

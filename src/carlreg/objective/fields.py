@@ -146,6 +146,9 @@ def optimize_fields(
     the changes on each grid: it preserves the shape of the network's map, which may reflect more than the intensities
     show. `guide` pulls points of one image to their partners in the other, `rigidity` keeps regions from bending.
 
+    "ssd" is divided by the variance of the image that the other one is compared with, also in `losses`, so that the
+    other weights mean the same for it as for correlations.
+
     There are `steps` on the finest of the `levels`, the images' own grid, preceded by `coarse_steps`, by default three
     times as many, on each of the coarser ones, where they cost little. Their unit doubles with each level; only axes
     with smaller voxels than that are made coarser. In the course of each level the learning rate falls by the fraction
@@ -577,7 +580,8 @@ class _Side:
             if name in ("lncc", "lncc2"):
                 self.measures.append(Windows(image, picture, width, name == "lncc2", chessboard=level.chessboard))
             else:
-                self.measures.append(functools.partial(_dense, find_similarity(name), image, picture))
+                scale = _variance(picture) if name == "ssd" else 1.0
+                self.measures.append(functools.partial(_dense, find_similarity(name), scale, image, picture))
 
     def similarity(self, positions: Tensor) -> Tensor:
         parts = zip(self.measures, positions.split(1), strict=True)
@@ -645,5 +649,14 @@ def _across(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype).to(like.device).reshape(1, -1, *(1,) * len(values))
 
 
-def _dense(measure: Similarity, source: Tensor, target: Picture, positions: Tensor) -> Tensor:
-    return measure(target.warp(source, positions), target.image, mask=target.mask)
+def _dense(measure: Similarity, scale: Tensor | float, source: Tensor, target: Picture, positions: Tensor) -> Tensor:
+    """A similarity, divided by `scale`: weights, and the pace of Adam, suit values of about 1."""
+    return measure(target.warp(source, positions), target.image, mask=target.mask) / scale
+
+
+def _variance(picture: Picture) -> Tensor:
+    """Of the image, inside its mask; 1 if it is constant."""
+    image, mask = picture.image, picture.mask
+    values = image if mask is None else image[(mask != 0).expand_as(image)]
+    variance = values.var(correction=0)
+    return torch.where(variance > 0, variance, torch.ones_like(variance))

@@ -15,7 +15,7 @@ from torch import Tensor
 from carlreg import fast
 from carlreg.errors import InputError
 from carlreg.geometry.grids import interpolate, multiply_axes, sample_with_slopes
-from carlreg.geometry.resizing import averaging, resize, resize_labels
+from carlreg.geometry.resizing import averaging, resize, resize_mask
 
 BLOCK = 16
 """Voxels a side of the blocks that are sampled together."""
@@ -109,7 +109,7 @@ class Picture:
         sizes = zip(self.shape, self.size, strict=True)
         shape = tuple(min(n, max(LEAST_SIDE, round(mm / voxel) + 1)) for n, mm in sizes)
         spacing = tuple(mm / max(n - 1, 1) for mm, n in zip(self.size, shape, strict=True))
-        mask = None if self.mask is None else resize_labels((self.mask != 0).to(self.image), shape)
+        mask = None if self.mask is None else resize_mask(self.mask, shape)
         return Picture(resize(self.image, shape), mask, spacing)
 
 

@@ -18,7 +18,7 @@ from carlreg.errors import InputError
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.checks import check_finite
 from carlreg.geometry.grids import interpolate, voxel_points
-from carlreg.geometry.resizing import resize, resize_labels
+from carlreg.geometry.resizing import resize, resize_mask
 from carlreg.geometry.transforms import Affine
 
 LEVELS = ((24, 40, 12), (40, 30, 3), (64, 20, 1))
@@ -79,7 +79,7 @@ class Scan:
         sizes = zip(self.image.shape[2:], self.size.tolist(), strict=True)
         shape = [min(n, max(4, round(mm / voxel) + 1)) for n, mm in sizes]
         spacing = [mm / max(n - 1, 1) for n, mm in zip(shape, self.size.tolist(), strict=True)]
-        mask = None if self.mask is None else resize_labels(self.inside, shape)
+        mask = None if self.mask is None else resize_mask(self.mask, shape)
         return Scan(resize(self.image, shape), tuple(spacing), mask)
 
     def at_most(self, side: int) -> Scan:

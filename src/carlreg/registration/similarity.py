@@ -28,6 +28,8 @@ from carlreg.registration.options import RegisterOptions
 
 WINDOW = 2.0
 """Standard deviation in voxels of the windows in which intensities are compared."""
+EPSILON = 1e-5
+"""Added to local variances, of intensities from 0 to 1."""
 AGREEMENT = 0.7
 """Two images of the same contrast agree at least as much as this,"""
 GAINED = 0.03
@@ -81,44 +83,60 @@ class Comparison:
 
     def recoloured_at(self, phi: Transform, pair: PreparedPair) -> Comparison:
         """The same, with new colours for an image of the original pair: a better map gives better ones."""
-        alike = recoloured(pair, _warped(phi, pair))
+        alike = recoloured(_laid(phi, pair))
         return replace(self, pair=alike.of(pair), which=alike.which)
 
 
 @torch.no_grad()
-def agreement(warped: Tensor, fixed: Tensor) -> float:
+def agreement(warped: Tensor, fixed: Tensor, mask: Tensor | None = None) -> float:
     """Mean over root mean square of the local correlations: near 1 if what is brighter in one image is brighter in the
     other everywhere, near −1 if it is darker, about 0 if the contrasts have little in common; NaN without any overlap.
     """
-    return _agreement(_correlations(warped, fixed))
+    return _agreement(_correlations(warped, fixed, mask))
 
 
 def _agreement(correlations: Tensor) -> float:
     return float(correlations.mean() / correlations.square().mean().sqrt().clamp(min=1e-6))
 
 
-def _correlations(warped: Tensor, fixed: Tensor) -> Tensor:
-    """Only those in windows inside both bodies, since a body differs from the background in every contrast."""
-    inside = gaussian_blur(((warped > FOREGROUND) & (fixed > FOREGROUND)).to(fixed), WINDOW) > 0.95
-    return local_correlation(warped, fixed, WINDOW)[inside]
+def _correlations(warped: Tensor, fixed: Tensor, mask: Tensor | None) -> Tensor:
+    """Only those in windows inside both bodies, since a body differs from the background in every contrast. Windows end
+    where the images and the mask do: across few slices, none would be complete."""
+    bodies = (warped > FOREGROUND) & (fixed > FOREGROUND)
+    parts = [torch.ones_like(fixed), bodies.to(fixed), warped, fixed, warped**2, fixed**2, warped * fixed]
+    counted = torch.cat(parts, dim=1) if mask is None else torch.cat(parts, dim=1) * mask
+    whole, filled, *moments = gaussian_blur(counted, WINDOW).split(1, dim=1)
+    inside = (filled > 0.95 * whole) if mask is None else (filled > 0.95 * whole) & (mask > 0)
+    a, b, aa, bb, ab = (one[inside] / whole[inside] for one in moments)
+    variances = ((aa - a * a).clamp(min=0) + EPSILON) * ((bb - b * b).clamp(min=0) + EPSILON)
+    return (ab - a * b) / variances.sqrt()
 
 
 @torch.no_grad()
 def mismatch(
-    moving: Tensor, fixed: Tensor, phi: Transform, *, squared: bool = False, mask: Tensor | None = None
+    moving: Tensor,
+    fixed: Tensor,
+    phi: Transform,
+    *,
+    squared: bool = False,
+    fixed_mask: Tensor | None = None,
+    moving_mask: Tensor | None = None,
 ) -> tuple[float, float]:
-    """How badly two images match before and after the map Φ, where they do not match before: from 0 to 2. A mask of the
-    fixed image restricts the places.
+    """How badly two images match before and after the map Φ, where they do not match before: from 0 to 2. Masks
+    restrict the places, that of the moving image to those which it covers before or after: what a map moves out of it
+    counts.
 
     One minus the local correlation, or its square where contrasts differ, is averaged with itself before the map, at
     most 1, as the weight. A body that holds still around a beating heart does not count, though it fills most of the
     image. Nor does a wrong map gain from such a choice of places: what it moves together is uncorrelated, and 1 is the
     most that a place can count.
     """
-    warped = (interpolate(moving, one.on_grid_of(fixed)) for one in (Identity(), phi))
-    before, after = (local_correlation(image, fixed, WINDOW) for image in warped)
+    points = [one.on_grid_of(fixed) for one in (Identity(), phi)]
+    before, after = (local_correlation(interpolate(moving, at), fixed, WINDOW) for at in points)
     before, after = (1 - (one.square() if squared else one) for one in (before, after))
-    weight = before.clamp(0, 1) * (fixed > FOREGROUND if mask is None else mask)
+    weight = before.clamp(0, 1) * (fixed > FOREGROUND if fixed_mask is None else fixed_mask)
+    if moving_mask is not None:
+        weight = weight * torch.maximum(*(_covers(moving_mask, at) for at in points))
     total = weight.sum().clamp(min=1e-6)
     return float((weight * before).sum() / total), float((weight * after).sum() / total)
 
@@ -132,9 +150,9 @@ def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair, *, str
     options = cautious if stripped else options
     if options.io_sim != "auto":
         return Comparison(options, pair, stripped=stripped)
-    warped = _warped(phi, pair)
-    alike = recoloured(pair, warped)
-    differ, why = _differ(pair, warped, alike)
+    laid = _laid(phi, pair)
+    alike = recoloured(laid)
+    differ, why = _differ(pair, laid, alike)
     if not differ:
         return Comparison(replace(options, io_sim="lncc"), pair, why, stripped=stripped)
     if options.optimize == "weights" or alike.which is None:
@@ -142,23 +160,41 @@ def compare(options: RegisterOptions, phi: Transform, pair: PreparedPair, *, str
     return Comparison(replace(cautious, io_sim="lncc"), alike.of(pair), why, alike.which, stripped)
 
 
-def _warped(phi: Transform, pair: PreparedPair) -> Tensor:
-    return interpolate(pair.moving.tensor, phi.on_grid_of(pair.fixed.tensor))
+class Laid(NamedTuple):
+    """The moving image where a map has put it, the fixed one, and where the masks of both count, if there are any."""
+
+    warped: Tensor
+    fixed: Tensor
+    mask: Tensor | None = None
 
 
-def _differ(pair: PreparedPair, warped: Tensor, alike: Recoloured) -> tuple[bool, str]:
+def _laid(phi: Transform, pair: PreparedPair) -> Laid:
+    fixed, moving = pair
+    points = phi.on_grid_of(fixed.tensor)
+    mask = None if fixed.mask is None else (fixed.mask > 0).to(fixed.tensor)
+    if moving.mask is not None:
+        covered = _covers(moving.mask, points)
+        mask = covered if mask is None else mask * covered
+    return Laid(interpolate(moving.tensor, points), fixed.tensor, mask)
+
+
+def _covers(mask: Tensor, points: Tensor) -> Tensor:
+    """1 at the points that a mask covers, 0 elsewhere."""
+    return (interpolate((mask > 0).to(points), points, outside="zeros") >= 0.5).to(points)
+
+
+def _differ(pair: PreparedPair, laid: Laid, alike: Recoloured) -> tuple[bool, str]:
     """Whether the contrasts of two images differ, and why."""
     if pair.fixed.is_ct != pair.moving.is_ct:
         return True, "one scan is a CT, the other is not"
     if pair.fixed.is_ct:
         return False, "both scans are CTs"
-    fixed = pair.fixed.tensor
-    correlations = _correlations(warped, fixed)
+    correlations = _correlations(*laid)
     found = _agreement(correlations)
-    gained = float(_correlations(alike.warped, alike.fixed).mean() - correlations.mean())
+    gained = float(_correlations(alike.warped, alike.fixed, laid.mask).mean() - correlations.mean())
     if found >= AGREEMENT and not gained > GAINED:
         return False, f"the contrasts agree (agreement {found:.2f}, limit {AGREEMENT})"
-    unmoved = agreement(interpolate(pair.moving.tensor, Identity().on_grid_of(fixed)), fixed)
+    unmoved = agreement(*_laid(Identity(), pair))
     if unmoved >= AGREEMENT and not found >= unmoved:  # whatever the map has done
         return False, f"the contrasts agree (agreement {unmoved:.2f} before the network, limit {AGREEMENT})"
     if math.isnan(found):
@@ -188,11 +224,10 @@ class Recoloured(NamedTuple):
         return replace(pair, fixed=_with_colours(pair.fixed, self.curve))
 
 
-def recoloured(pair: PreparedPair, warped: Tensor) -> Recoloured:
-    """The images with that one recoloured whose intensities tell more about the other's, where the moving image,
-    `warped`, lies on the fixed one."""
-    fixed = pair.fixed.tensor
-    counts = _joint_histogram(warped, fixed, pair.fixed.mask)
+def recoloured(laid: Laid) -> Recoloured:
+    """The images with that one recoloured whose intensities tell more about the other's, where they overlap."""
+    warped, fixed, _ = laid
+    counts = _joint_histogram(*laid)
     if not counts.any():
         return Recoloured(warped, fixed)
     (of_moving, explained), (of_fixed, less) = _curve(counts), _curve(counts.T)

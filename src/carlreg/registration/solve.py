@@ -225,7 +225,8 @@ def _better_unregistered(maps: Maps, pair: PreparedPair, comparison: Comparison)
             return "the images match voxel by voxel once their margins are cropped: this alignment was kept"
         return "the unregistered images already match voxel by voxel: they were left as they are"
     moving, fixed = comparison.pair.moving.tensor, comparison.pair.fixed.tensor
-    before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", mask=pair.fixed.mask)
+    masks = {"fixed_mask": pair.fixed.mask, "moving_mask": pair.moving.mask}
+    before, after = mismatch(moving, fixed, maps[0], squared=options.io_sim != "lncc", **masks)
     if before < after:
         steps, images = options.io_iterations, "images without their margins" if apart else "unregistered images"
         optimised = steps != 0 and (options.transform == "deformable" or steps is not None)
