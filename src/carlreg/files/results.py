@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -264,6 +264,13 @@ class ResultFolder:
         names = [self[name].name for name in NAMES]
         with write_together(self.path, names, last=self[REPORT].name, overwrite=overwrite) as staging:
             yield ResultFolder(staging, self.names)
+
+    def remove(self) -> None:
+        """Remove the files of the result, and the folder if it holds no others."""
+        for name in NAMES:
+            self[name].unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def write_report(self, report: Report) -> None:
         write_atomically(self[REPORT], (json.dumps(report.to_json(), indent=2) + "\n").encode())
