@@ -24,8 +24,8 @@ from carlreg.atlases.fusion import DEFAULT, Fused, FusionSettings, fuse
 from carlreg.atlases.inputs import Atlas, list_atlases, read_atlas, read_each, read_scan
 from carlreg.atlases.options import SegmentOptions
 from carlreg.atlases.pack import is_pack, read_pack, smallest_type
-from carlreg.atlases.work import Keep, Registered, Task, check_workers, register_each, source_of
-from carlreg.errors import InputError
+from carlreg.atlases.work import REQUEST, Keep, Registered, Task, check_workers, register_each, source_of
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images
 from carlreg.files.atomic import PathLike, refuse_result, write_atomically, write_together
@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 LABELS, UNCERTAINTY, VOLUMES, RECORD = "labels.nii.gz", "uncertainty.nii.gz", "volumes.csv", "segment.json"
 PROBABILITY = "probability_{}.nii.gz"
-REGISTRATIONS = "registrations"
+REGISTRATIONS, WORK = "registrations", ".carl-work"
+"""The folders of registrations that are kept, and of those that are removed once the labels are written."""
 QUICK_SIGMA = 2.0
 
 
@@ -157,8 +158,8 @@ def segment(
     """Find the labels of a scan, which is anything that `register` accepts, from atlases (see `read_atlases`).
 
     `options` are the fields of `SegmentOptions`, `settings` those of the fusion. With `out`, the result is saved there;
-    if it is stopped, the same call does not repeat finished registrations. `keep_registrations` leaves those of all
-    atlases in `out/registrations`. `workers` are processes that register at the same time.
+    if it is stopped, the same call does not repeat finished registrations. `keep_registrations` writes those of all
+    atlases to `out/registrations`. `workers` are processes that register at the same time.
 
     >>> result = segment("scan.nii.gz", "atlases", out="labels")
     """
@@ -171,11 +172,13 @@ def segment(
     found, names = read_atlases(atlases, skip_bad=skip_bad, label_names=label_names)
     if found[0].image.dim != image.dim:
         raise InputError(f"{image.name} is {image.dim}-D but the atlases are {found[0].image.dim}-D; expected the same")
+    if out is not None and keep_registrations and not overwrite:
+        _refuse_others(Path(out) / REGISTRATIONS, found)
     loaded = load_model(model, choose_device(chosen.device)).for_dimension(image.dim)
     used = loaded if workers == 1 else model  # each process loads its own
     job = _Job(source_of(image, scan), image, used, chosen, workers, show)
     selected, likeness = job.select(found)
-    work = None if out is None else Path(out) / REGISTRATIONS
+    work = None if out is None else Path(out) / (REGISTRATIONS if keep_registrations else WORK)
     stack, voters, seconds = job.register(selected, work, "all" if keep_registrations else "warped")
     show("fusing")
     fused = _fused(job.scaled_scan(), stack, voters, chosen, settings)
@@ -193,8 +196,15 @@ def segment(
     if out is not None:
         result.save(out, probabilities=probabilities, overwrite=overwrite)
         if not keep_registrations:
-            shutil.rmtree(Path(out) / REGISTRATIONS, ignore_errors=True)
+            shutil.rmtree(Path(out) / WORK, ignore_errors=True)
     return result
+
+
+def _refuse_others(folder: Path, atlases: Sequence[Atlas]) -> None:
+    """Raise if a folder of an atlas holds anything but a registration by an earlier run."""
+    for one in (folder / atlas.name for atlas in atlases):
+        if any(one.glob("*")) and not (one / REQUEST).is_file():
+            raise ExistsError(f"{one} exists already; choose another folder, or {OVERWRITE}")
 
 
 @dataclass(frozen=True, eq=False)
