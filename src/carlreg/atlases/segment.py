@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -28,7 +29,7 @@ from carlreg.atlases.work import REQUEST, Keep, Registered, Task, check_workers,
 from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images
-from carlreg.files.atomic import PathLike, refuse_result, write_atomically, write_together
+from carlreg.files.atomic import PathLike, refuse_inputs, refuse_result, write_atomically, write_together
 from carlreg.files.images import Image
 from carlreg.files.label_names import Names, guess_names, read_names
 from carlreg.model.loaded import SOFT_TISSUE, load_model
@@ -82,9 +83,7 @@ class Segmentation:
         """Write `labels.nii.gz`, `uncertainty.nii.gz`, `volumes.csv` and `segment.json`, and with `probabilities` a map
         for each structure, `probability_LABEL.nii.gz`. All appear together or not at all."""
         target = Path(folder)
-        old = [path.name for path in target.glob(PROBABILITY.format("*"))]
-        names = (LABELS, UNCERTAINTY, VOLUMES, RECORD, *old)
-        with write_together(target, names, last=RECORD, overwrite=overwrite) as staging:
+        with write_together(target, _names(target), last=RECORD, overwrite=overwrite) as staging:
             images.write(self.labels, staging / LABELS)
             images.write(self.uncertainty, staging / UNCERTAINTY)
             if probabilities:
@@ -101,6 +100,13 @@ class Segmentation:
         writer.writeheader()
         writer.writerows(asdict(one) for one in self.volumes)
         return text.getvalue()
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of the files of a segmentation, and of the probability maps that a folder holds."""
+    found = (path.name for path in folder.glob(PROBABILITY.format("*")))
+    maps = [name for name in found if re.fullmatch(PROBABILITY.format(r"\d+"), name)]
+    return [LABELS, UNCERTAINTY, VOLUMES, RECORD, *maps]
 
 
 Atlases = PathLike | Mapping[str, tuple[Any, Any]] | Sequence[Atlas]
@@ -166,14 +172,17 @@ def segment(
     chosen, show = SegmentOptions(**options), progress or (lambda _: None)
     check_workers(workers)
     if out is not None:
-        refuse_result(out, RECORD, overwrite)
+        refuse_result(out, _names(Path(out)), last=RECORD, overwrite=overwrite)
     show("reading")
     _, image = read_scan("scan", scan)
     found, names = read_atlases(atlases, skip_bad=skip_bad, label_names=label_names)
     if found[0].image.dim != image.dim:
         raise InputError(f"{image.name} is {image.dim}-D but the atlases are {found[0].image.dim}-D; expected the same")
-    if out is not None and keep_registrations and not overwrite:
-        _refuse_others(Path(out) / REGISTRATIONS, found)
+    if out is not None:
+        paths = [path for one in found for path in (one.path, one.labels_path)]
+        refuse_inputs((Path(out) / name for name in _names(Path(out))), [scan, atlases, label_names, *paths])
+        if keep_registrations and not overwrite:
+            _refuse_others(Path(out) / REGISTRATIONS, found)
     loaded = load_model(model, choose_device(chosen.device)).for_dimension(image.dim)
     used = loaded if workers == 1 else model  # each process loads its own
     job = _Job(source_of(image, scan), image, used, chosen, workers, show)

@@ -31,7 +31,7 @@ from carlreg.atlases.work import Task, check_workers, register_each, source_of
 from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images, world_transform
-from carlreg.files.atomic import PathLike, only_writer, write_atomically, write_together
+from carlreg.files.atomic import PathLike, only_writer, refuse_inputs, write_atomically, write_together
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, as_image
 from carlreg.files.results import InputRecord, Report, Request, ResultFolder
@@ -196,6 +196,9 @@ def template(
         return builder.run(None)
     folder = Path(out)
     busy = ExistsError(f"another process builds a template in {folder}; wait for it, or choose another folder")
+    if overwrite:
+        held = (path for name in (ITERATIONS, SUBJECTS) for path in (folder / name).rglob("*"))
+        refuse_inputs([*(folder / name for name in (*NAMES, JOURNAL)), *held], [*builder.sources.values(), initial])
     with only_writer(folder / ITERATIONS, busy):  # `write_together` locks the folder itself
         journal = Journal.open(folder, builder.record, overwrite)
         built = builder.run(journal)

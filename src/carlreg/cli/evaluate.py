@@ -14,7 +14,7 @@ from carlreg.cli._options import command
 from carlreg.cli._shared import Device, Overwrite, message, numbers
 from carlreg.cli._threads import Threads
 from carlreg.errors import InputError
-from carlreg.files.atomic import refuse_result
+from carlreg.files.atomic import refuse_inputs, refuse_result
 
 if TYPE_CHECKING:
     from carlreg.evaluation.api import Evaluation
@@ -66,7 +66,9 @@ def evaluate(
     from carlreg.evaluation import api, sources
 
     if out is not None:
-        refuse_result(out, api.SCORES, overwrite)
+        refuse_result(out, api.OUTPUTS, last=api.SCORES, overwrite=overwrite)
+        origins = (text.partition("=")[2] for text in method or [])
+        refuse_inputs((out / name for name in api.OUTPUTS), [pairs, model, *origins])
     source, listed = _pairs(pairs, dataset, data)
     if preparation == "model":
         source = replace(source, prepare=None)

@@ -2,14 +2,15 @@
 
 Imports neither torch nor numpy.
 
-A folder with `report.json` holds a finished result; without it, it is unfinished and free to use. Overwriting removes
-the files called `NAMES` and nothing else: all other files of the folder are the user's.
+A folder with `report.json` holds a finished result. Overwriting removes the files called `NAMES` and nothing else: all
+other files of the folder are the user's.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from carlreg.errors import InputError
-from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomically, write_together
+from carlreg.files.atomic import SUFFIX, PathLike, refuse_inputs, refuse_result, write_atomically, write_together
 
 WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
 TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
@@ -254,9 +255,15 @@ class ResultFolder:
         coarse = [f"transforms rounded to {report.stored_within_mm:g} mm"]
         return report.request.differences(request) + coarse * (full_precision and report.stored_within_mm > 0)
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raise unless a result may be written here, before any work is done for it."""
-        refuse_result(self.path, self[REPORT].name, overwrite)
+    def check_free(self, *, overwrite: bool, inputs: Mapping[str, object] | None = None) -> None:
+        """Raise unless a result may be written here, before any work is done for it; `inputs` are those of the pair."""
+        paths = [self[name] for name in NAMES]
+        refuse_result(self.path, [path.name for path in paths], last=self[REPORT].name, overwrite=overwrite)
+        given = dict(inputs or {})
+        first = given.get("initial_transform")
+        if isinstance(first, (str, os.PathLike)) and Path(first).is_dir():
+            given["initial_transform"] = ResultFolder(Path(first))[TRANSFORM]
+        refuse_inputs(paths, given.values())
 
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[ResultFolder]:
