@@ -652,6 +652,33 @@ def test_later_sessions_are_registered_to_the_first_and_named_as_a_derivative(
     assert {row["status"] for row in rows(tmp_path).values()} == {"was done"}
 
 
+def test_a_dataset_is_not_changed(
+    data: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(dataset, raw)
+    before = {path: path.read_bytes() for path in raw.rglob("*") if path.is_file()}
+    (tmp_path / "other").mkdir()
+    shutil.copy(raw / "dataset_description.json", tmp_path / "other")
+    for out, text in ((raw, "is the dataset"), (tmp_path / "other", "describes another dataset")):
+        assert carl(data, out, "--bids", raw, "--overwrite") == 1
+        assert text in capsys.readouterr().err.splitlines()[-1]
+    derivative = raw / "derivatives" / "carlreg"
+    for status in ("done", "was done"):
+        assert carl(data, derivative, "--bids", raw) == 0
+        assert {row["status"] for row in rows(derivative).values()} == {status}
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path for path in raw.rglob("*") if path.is_file() and derivative not in path.parents} == set(before)
+
+
+def test_registered_images_are_not_images_of_a_dataset(dataset: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(dataset, raw)
+    image = raw / "sub-01/ses-2/anat/sub-01_ses-2_T1w.nii.gz"
+    shutil.copy(image, image.with_name("sub-01_ses-2_space-sub01ses1_desc-registered_T1w.nii.gz"))
+    assert [pair.name for pair in find_bids_pairs(raw)] == [pair.name for pair in find_bids_pairs(dataset)]
+
+
 def test_other_pairs_of_a_dataset(data: Path, dataset: Path) -> None:
     target = data / "fixed.nii.gz"
     names = [pair.name for pair in find_bids_pairs(dataset, fixed=target)]

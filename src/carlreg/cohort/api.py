@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from carlreg.cohort.bids import describe, find_bids_pairs, result_folder
+from carlreg.cohort.bids import check_derivative, describe, find_bids_pairs, result_folder
 from carlreg.cohort.check import BadPairsError, Problems, find_problems, lines
 from carlreg.cohort.engine import run
 from carlreg.cohort.folder import GALLERY, RESERVED, ROWS, SETTINGS, SUMMARY, CohortFolder
@@ -150,6 +150,8 @@ def register_cohort(
         raise InputError("there are no pairs; expected at least one")
     label_names = {} if how.label_names is None else read_names(how.label_names)
     part = [_absolute(pair) for pair in how.part().of(pairs)]
+    if bids is not None:
+        check_derivative(folder.path, bids)
     begun = overwrite or any((folder.path / name).exists() for name in (SETTINGS, ROWS))
     refuse_result(folder.path, (SUMMARY, GALLERY), last=SETTINGS, overwrite=begun)
     if overwrite:
