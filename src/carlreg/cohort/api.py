@@ -156,7 +156,7 @@ def register_cohort(
     refuse_result(folder.path, (SUMMARY, GALLERY), last=SETTINGS, overwrite=begun)
     if overwrite:
         _refuse_own_inputs(folder.path, part, pairs, bids is not None)
-    problems = find_problems(part, options, RESERVED)
+    problems = find_problems(part, options, RESERVED, names=(pair.name for pair in pairs))
     if problems and (bad or ("skip" if how.skip_bad else "refuse")) == "refuse":
         raise BadPairsError(_refusal(problems, len(part)), problems)
     for line in lines(problems):

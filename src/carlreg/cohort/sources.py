@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,9 @@ def read_folder(folder: Path) -> list[Subject]:
 
 def read_fixed(image: Path, labels: Path | None = None, mask: Path | None = None) -> Subject:
     """The fixed image of a cohort, with the labels and the mask beside it unless they are given."""
-    found = Subject.beside(image, _images_of(image.parent) if image.parent.is_dir() else {})
+    ends = (*(LABELS if labels is None else ()), *(MASKS if mask is None else ()))
+    beside = _images_of(image.parent, [stem(image) + end for end in ends]) if image.parent.is_dir() else {}
+    found = Subject.beside(image, beside)
     return replace(found, labels=labels or found.labels, mask=mask or found.mask)
 
 
@@ -101,7 +103,13 @@ def _pair(fixed: Subject, moving: Subject) -> Pair:
     )
 
 
-def _images_of(folder: Path) -> dict[str, Path]:
-    """The image files of a folder by their stems, in order."""
-    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
-    return {stem(path): path for path in visible if path.name.lower().endswith(ENDINGS) and path.is_file()}
+def _images_of(folder: Path, stems: Collection[str] | None = None) -> dict[str, Path]:
+    """The image files of a folder by their stems, or those with one of `stems`, in order."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        hidden = path.name.startswith(".") or not path.name.lower().endswith(ENDINGS)
+        if hidden or (stems is not None and stem(path) not in stems) or not path.is_file():
+            continue
+        if (other := found.setdefault(stem(path), path)) != path:
+            raise InputError(f"{other} and {path.name} differ only in their formats; expected one of them")
+    return found
