@@ -236,6 +236,58 @@ def test_all_problems_are_listed_before_anything_is_done(
     assert set(caught.value.problems) == set(PROBLEMS)
 
 
+def test_pairs_of_one_name_in_different_shards_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, scans = tmp_path / "pairs.csv", data / "scans"
+    table.write_text(
+        f"name,fixed,moving\np,{data}/fixed.nii.gz,{scans}/a.nii.gz\np,{data}/fixed.nii.gz,{scans}/b.nii.gz\n"
+    )
+    for number in (1, 2):
+        assert carl(data, tmp_path / "out", table, "--shard", f"{number}/2") == 1
+        assert "2 pairs are called 'p'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_that_differ_in_format_alone_are_refused(data: Path, tmp_path: Path) -> None:
+    scans = tmp_path / "scans"
+    shutil.copytree(data / "scans", scans)
+    images.write(from_array(blob(1)), scans / "a.nii")
+    with pytest.raises(InputError, match=r"a\.nii and a\.nii\.gz differ only in their formats"):
+        find_pairs(scans, all_pairs=True)
+    others = find_pairs(data / "scans", fixed=scans / "b.nii.gz")  # the folder of a fixed image may hold anything
+    assert all(pair.fixed_seg is not None for pair in others if pair.moving_seg is not None)
+
+
+def test_initial_transforms_and_rigid_masks_are_checked_before_anything_is_done(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, labels = f"{data}/fixed.nii.gz,{data}/scans/a.nii.gz", f"{data}/fixed_labels.nii.gz"
+    images.write(from_array(np.ones((5, 6, 7), np.uint8)), tmp_path / "small.nii.gz")
+    table = tmp_path / "pairs.csv"
+    table.write_text(f"name,fixed,moving\nfirst,{pair}\n")
+    assert carl(data, tmp_path / "before", table) == 0
+    header = "name,fixed,moving,initial_transform,rigid_mask,moving_rigid_mask\n"
+    table.write_text(f"{header}folder,{pair},before/first,,\n")
+    assert carl(data, tmp_path / "out", table) == 0
+    assert carl(data, tmp_path / "out", table) == 0
+    assert rows(tmp_path / "out")["folder"]["status"] == "was done"
+    bad = f"none,{pair},before,,\ngrid,{pair},,small.nii.gz,\nmissing,{pair},,{labels},absent.nii.gz\n"
+    table.write_text(header + bad)
+    capsys.readouterr()
+    assert carl(data, tmp_path / "other", table) == 1
+    message = capsys.readouterr().err
+    assert "rigid_mask was given with transform='affine'" in message
+    for text in (
+        "before holds no transform.h5",
+        "5 × 6 × 7 voxels but",
+        "absent.nii.gz does not exist",
+        "3 of 3 pairs",
+    ):
+        assert text in message
+    assert not (tmp_path / "other").exists()
+
+
 def test_bad_pairs_are_skipped_on_request(data: Path, bad_table: Path, tmp_path: Path) -> None:
     assert carl(data, tmp_path / "out", bad_table, "--skip-bad") == 0
     found = rows(tmp_path / "out")
@@ -650,6 +702,33 @@ def test_later_sessions_are_registered_to_the_first_and_named_as_a_derivative(
     }
     assert carl(data, tmp_path, "--bids", dataset) == 0
     assert {row["status"] for row in rows(tmp_path).values()} == {"was done"}
+
+
+def test_a_dataset_is_not_changed(
+    data: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(dataset, raw)
+    before = {path: path.read_bytes() for path in raw.rglob("*") if path.is_file()}
+    (tmp_path / "other").mkdir()
+    shutil.copy(raw / "dataset_description.json", tmp_path / "other")
+    for out, text in ((raw, "is the dataset"), (tmp_path / "other", "describes another dataset")):
+        assert carl(data, out, "--bids", raw, "--overwrite") == 1
+        assert text in capsys.readouterr().err.splitlines()[-1]
+    derivative = raw / "derivatives" / "carlreg"
+    for status in ("done", "was done"):
+        assert carl(data, derivative, "--bids", raw) == 0
+        assert {row["status"] for row in rows(derivative).values()} == {status}
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path for path in raw.rglob("*") if path.is_file() and derivative not in path.parents} == set(before)
+
+
+def test_registered_images_are_not_images_of_a_dataset(dataset: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(dataset, raw)
+    image = raw / "sub-01/ses-2/anat/sub-01_ses-2_T1w.nii.gz"
+    shutil.copy(image, image.with_name("sub-01_ses-2_space-sub01ses1_desc-registered_T1w.nii.gz"))
+    assert [pair.name for pair in find_bids_pairs(raw)] == [pair.name for pair in find_bids_pairs(dataset)]
 
 
 def test_other_pairs_of_a_dataset(data: Path, dataset: Path) -> None:

@@ -105,9 +105,12 @@ def test_every_error_about_existing_results_names_overwrite(data: Path, tmp_path
     assert code == 1
     assert "is damaged" in err
     assert "--overwrite" in err
-    for refuse in (atomic.refuse_existing, lambda path, no: atomic.refuse_result(path.parent, "report.json", no)):
+    with pytest.raises(ExistsError, match="--overwrite"):
+        atomic.refuse_existing(out / "report.json", False)
+    for names in ((), ("warped.nii.gz",)):
+        last = "none.json" if names else "report.json"
         with pytest.raises(ExistsError, match="--overwrite"):
-            refuse(out / "report.json", False)
+            atomic.refuse_result(out, names, last=last, overwrite=False)
 
 
 def test_a_result_folder_defines_both_grids(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811

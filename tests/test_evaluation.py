@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from carlreg import gradicon, register, save
 from carlreg.cli import main
 from carlreg.evaluation.api import Evaluation, evaluate
 from carlreg.evaluation.scores import Scores, score
-from carlreg.evaluation.sources import Result, identity, in_folder, listed
+from carlreg.evaluation.sources import Result, by_model, identity, in_folder, listed
 from carlreg.evaluation.statistics import sign_flip_test
 from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, from_array, map_points, write
 from carlreg.files.landmarks import read_landmarks
 from carlreg.files.tables import Pair, read_pairs
 from carlreg.files.world_transform import WorldTransform
+from carlreg.paper_data.dataset import PLAIN, Dataset
 
 sitk = pytest.importorskip("SimpleITK")
 nibabel = pytest.importorskip("nibabel")
@@ -331,6 +333,62 @@ def test_a_model_registers_and_its_saved_results_give_the_same_figures(
     (alone, _) = json.loads((folder / "alone" / "scores.json").read_text(encoding="utf-8"))["scores"]
     assert alone["dice"] is None
     assert alone["folds_percent"] == pytest.approx(one[0]["folds_percent"])
+
+
+def test_saved_results_are_recognised_or_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder / "small.safetensors"
+    save(gradicon(3, 2, **SMALL), model, metadata={"grid": "16 16 16"})
+    words = ["evaluate", str(folder / "pairs.csv"), "--model", str(model), "--device", "cpu"]
+    words += ["--save", str(folder / "kept"), "--io-iterations"]
+    assert main([*words, "0"]) == 0
+    made = {path: path.read_bytes() for path in (folder / "kept").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main([*words, "1"]) == 1
+    assert "holds a registration with io_iterations=0 instead of 1" in (message := capsys.readouterr().err)
+    assert "--overwrite" in message
+    assert main([*words, "0"]) == 0
+    assert {path: path.read_bytes() for path in made} == made, "a saved result was replaced"
+    assert main([*words, "1", "--overwrite"]) == 0
+    assert {path: path.read_bytes() for path in made} != made
+
+
+def test_results_of_other_preparations_are_not_recognised(folder: Path) -> None:
+    model = folder / "small.safetensors"
+    save(gradicon(3, 2, **SMALL), model, metadata={"grid": "16 16 16"})
+    (pair, _) = read_pairs(folder / "pairs.csv")
+
+    def prepare(image: Image, mask: Image | None) -> tuple[torch.Tensor, str]:
+        return torch.rand(1, 1, 16, 16, 16), "noise"
+
+    def scored(dataset: Dataset) -> list[str]:
+        method = by_model(str(model), save=folder / "kept", dataset=dataset, device="cpu", io_iterations=0)
+        return score(pair, method).failures
+
+    assert scored(replace(PLAIN, prepare=prepare)) == []
+    assert "another model" in scored(PLAIN)[0]
+    assert "already holds report.json" in scored(replace(PLAIN, prepare=prepare))[0]
+
+
+def test_a_model_uses_the_columns_that_change_the_registration(folder: Path) -> None:
+    model = folder / "small.safetensors"
+    save(gradicon(3, 2, **SMALL), model, metadata={"grid": "16 16 16"})
+    columns = {"initial_transform": "true/b_to_a/transform.h5", "rigid_mask": "a_seg.nii.gz"}
+    columns |= {"moving_rigid_mask": "b_seg.nii.gz"}
+    table = listing(folder / "given.csv", [row("b", **columns)])
+    words = ["evaluate", str(table), "--model", str(model), "--device", "cpu", "--io-iterations", "1"]
+    assert main([*words, "--save", str(folder / "kept")]) == 0
+    inputs = json.loads((folder / "kept" / "b_to_a" / "report.json").read_text(encoding="utf-8"))["inputs"]
+    assert columns.keys() <= inputs.keys()
+
+
+def test_methods_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "last.safetensors"
+    save(gradicon(3, 2, **SMALL), model, metadata={"grid": "16 16 16"})
+    for more in (["--model", str(model)], ["-m", "last=identity"]):
+        assert main(["evaluate", str(folder / "pairs.csv"), "-m", "last=identity", *more]) == 2
+        assert "two methods are called 'last'" in " ".join(capsys.readouterr().err.replace("│", "").split())
 
 
 def test_a_folder_of_register_is_found_by_the_images_that_its_report_names(folder: Path) -> None:

@@ -377,6 +377,86 @@ def test_the_files_of_a_running_process_are_not_swept(
     assert os.listdir(tmp_path) == ["w.nii.gz"]
 
 
+# ---- files of the user ----------------------------------------------------------------------------------------------
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(source.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", ["warped.nii.gz", "report.html", "warp.nii.gz"])
+def test_a_file_of_the_user_is_refused_by_name_before_any_work(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    mine = copied(data / "fixed.nii.gz", tmp_path / "out" / name)
+    before = mine.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("carlreg.registration.api.register_pair", lambda *_: pytest.fail("it was registered"))
+        assert carl(*pair(data, "-o", mine.parent)) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"{mine} exists already" in message
+    assert "--overwrite" in message
+    assert mine.read_bytes() == before
+    assert os.listdir(mine.parent) == [name]
+
+
+def test_an_input_is_not_replaced_even_when_overwriting(
+    data: Path, result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = copied(data / "fixed.nii.gz", tmp_path / "out" / "warped.nii.gz")
+    words: list[list[object]] = [
+        ["-f", mine, "-o", mine.parent],
+        ["-f", mine, "--warped-moving-out", mine],
+        ["-f", data / "fixed.nii.gz", "-o", result, "--initial-transform", result],
+    ]
+    for more in words:
+        before = contents(Path(more[1]).parent), contents(result)
+        assert carl("register", *more, *pair(data, "--overwrite")[3:]) == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        assert "is an input of this run" in message
+        assert (contents(Path(more[1]).parent), contents(result)) == before
+
+
+def test_other_commands_refuse_files_of_the_user(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, files = data / "model.safetensors", {"fixed": data / "fixed.nii.gz", "moving": data / "moving.nii.gz"}
+    table, atlases = tmp_path / "pairs.csv", tmp_path / "atlases"
+    table.write_text("fixed,moving\n{fixed},{moving}\n".format(**files))
+    copied(files["moving"], atlases / "a.nii.gz")
+    copied(data / "moving_seg.nii.gz", atlases / "a_labels.nii.gz")
+    scans, more = [files["fixed"], files["moving"]], ["--model", model]
+    commands: dict[str, list[object]] = {
+        "volumes.csv": ["segment", files["fixed"], "-a", atlases, *more],
+        "labels.nii.gz": ["segment", files["fixed"], "-a", atlases, *more],
+        "scores.csv": ["evaluate", table, "-m", "identity=identity"],
+        "summary.csv": ["cohort", table, *more],
+        "index.html": ["cohort", table, *more],
+        "template.nii.gz": ["template", *scans, "--initial", tmp_path / "template.nii.gz" / "template.nii.gz", *more],
+        "mask.nii.gz": ["explain", "-f", files["fixed"], "-m", files["moving"], *more],
+    }
+    for name, words in commands.items():
+        mine = copied(files["fixed"], tmp_path / name / name)
+        assert carl(*words, "-o", mine.parent) == 1, name
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert name in message
+        assert "--overwrite" in message
+        assert contents(mine.parent) == {name: files["fixed"].read_bytes()}
+    inputs: dict[str, list[object]] = {
+        "labels.nii.gz": ["segment", tmp_path / "labels.nii.gz" / "labels.nii.gz", "-a", atlases, *more],
+        "scores.csv": ["evaluate", tmp_path / "scores.csv" / "scores.csv", "-m", "identity=identity"],
+        "template.nii.gz": commands["template.nii.gz"],
+    }
+    for name, words in inputs.items():
+        assert carl(*words, "-o", tmp_path / name, "--overwrite") == 1, name
+        assert f"{tmp_path / name / name} is an input of this run" in capsys.readouterr().err
+        assert contents(tmp_path / name) == {name: files["fixed"].read_bytes()}
+
+
 # ---- cohorts --------------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +533,19 @@ def test_the_summary_keeps_the_metrics_of_pairs_that_were_done(data: Path, cohor
     assert row.get("dice_after"), f"the summary lost the metrics of a pair that was done: {row}"
     report = json.loads((cohort / "one" / "report.json").read_text(encoding="utf-8"))
     assert float(row["dice_after"]) == pytest.approx(report["metrics"]["dice_after"], abs=1e-4)
+
+
+def test_a_result_that_is_an_input_of_another_pair_is_not_replaced(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = "name,fixed,moving,initial_transform\none,fixed.nii.gz,moving.nii.gz,\n"
+    assert carl(*batch(data, tmp_path, table=table)) == 0
+    before = contents(tmp_path / "one")
+    table += f"two,fixed.nii.gz,moving.nii.gz,{tmp_path / 'one' / 'transform.h5'}\n"
+    assert carl(*batch(data, tmp_path, table=table)) == 0
+    assert carl(*batch(data, tmp_path, "--overwrite", table=table)) == 1
+    assert f"{tmp_path / 'one' / 'transform.h5'} is an input of this run" in capsys.readouterr().err
+    assert contents(tmp_path / "one") == before
 
 
 def test_dicom_folders_are_compared_by_their_files(data: Path, tmp_path: Path) -> None:

@@ -131,10 +131,12 @@ def test_other_settings_repeat_registrations(data: Path, tmp_path: Path, monkeyp
     options: dict[str, Any] = {"model": data / "model.safetensors", "device": "cpu"}
     given = data / "scan.nii.gz", data / "atlases"
     carlreg.segment(*given, out=tmp_path / "out", io_iterations=3, keep_registrations=True, **options)
-    (tmp_path / "out" / "segment.json").unlink()
-    calls, real = [], work.align_pair
-    monkeypatch.setattr(work, "align_pair", lambda *arguments: calls.append(1) or real(*arguments))
-    carlreg.segment(*given, out=tmp_path / "out", io_iterations=2, **options)
+    calls, real = [], work.register_pair
+    monkeypatch.setattr(work, "register_pair", lambda *arguments: calls.append(1) or real(*arguments))
+    more: dict[str, Any] = {"keep_registrations": True, "overwrite": True}
+    carlreg.segment(*given, out=tmp_path / "out", io_iterations=2, **more, **options)
+    assert len(calls) == 3
+    carlreg.segment(*given, out=tmp_path / "out", io_iterations=2, **more, **options)
     assert len(calls) == 3
 
 
@@ -144,6 +146,32 @@ def test_registrations_are_kept_on_request(data: Path, tmp_path: Path, run: Run)
     for number in range(3):
         folder = ResultFolder(out / "registrations" / f"s{number}")
         assert not folder.missing("warped_seg.nii.gz")
+
+
+def test_other_registrations_are_never_removed(data: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    mine = out / "registrations" / "s0" / "warped.nii.gz"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    quick = ("--fusion", "majority")
+    assert run(*words(data, out, *quick))[0] == 0
+    assert [path.name for path in mine.parent.parent.rglob("*")] == ["s0", "warped.nii.gz"]
+    for name in segmenting._names(out):
+        (out / name).unlink()
+    code, text = run(*words(data, tmp_path / "out", *quick, "--keep-registrations"))
+    assert code == 1
+    assert str(mine.parent) in text
+    assert text.count("\n") == 1
+    assert mine.read_text() == "mine"
+
+
+def test_kept_registrations_stay(data: Path, tmp_path: Path, run: Run) -> None:
+    out, quick = tmp_path / "out", ("--fusion", "majority")
+    assert run(*words(data, out, *quick, "--keep-registrations"))[0] == 0
+    before = sorted(out.rglob("registrations/*/*"))
+    assert run(*words(data, out, *quick, "--overwrite"))[0] == 0
+    assert sorted(out.rglob("registrations/*/*")) == before
+    assert not (out / segmenting.WORK).exists()
 
 
 def test_the_nearest_atlases_are_used(data: Path, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_command_writes_everything(data: Path, tmp_path: Path, run: Run) -> None
         warped = world_transform.apply(there, scan, template)
         assert np.abs(warped.data.astype(int) - images.read(folder / "warped.nii.gz").data).max() <= 40
     assert np.linalg.norm(np.mean(shifts, axis=0), axis=-1).max() < 0.1  # unbiased
-    assert not (out / "work").exists()
+    assert not (out / builder.WORK).exists()
     scene = load_scene(out / "subjects" / "s1")  # as `carl view` shows it
     assert {"fixed", "moving", "warped"} <= set(scene.images)
     assert not scene.notes
@@ -259,6 +259,43 @@ def test_command_goes_on_where_it_was_stopped(
     assert code == 0, text
     assert len(calls) == 10
     assert len(json.loads((out / "template.json").read_text(encoding="utf-8"))["iterations"]) == 4
+
+
+def test_files_of_others_are_never_removed(data: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    mine = [out / name for name in ("work/notes.txt", "iterations/mine.nii.gz", "subjects/s0/thesis.txt")]
+    for path in mine:
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+    for path, left in zip(mine[1:], (mine[1:], mine[2:]), strict=True):
+        code, text = run(*words(data, out))
+        assert code == 1
+        assert text.count("\n") == 1
+        assert f"already holds {left[0].relative_to(out).parts[0]}" in text
+        path.rename(tmp_path / path.name)
+    mine[2].parent.rmdir()
+    assert run(*words(data, out))[0] == 0
+    for path in mine[1:]:
+        (tmp_path / path.name).rename(path)
+    code, text = run(*words(data, out, "--overwrite"))
+    assert code == 0, text
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_overwriting_removes_scans_that_are_left_out(data: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    assert run(*words(data, out))[0] == 0
+    (out / "subjects" / "s1" / "notes.txt").write_text("mine")
+    fewer = words(data, out, "--overwrite")
+    fewer[1:2] = [data / "scans" / "s0.nii.gz", data / "scans" / "s3.nii.gz"]
+    (data / "scans" / "s3.nii.gz").write_bytes((data / "scans" / "s2.nii.gz").read_bytes())
+    try:
+        code, text = run(*fewer)
+    finally:
+        (data / "scans" / "s3.nii.gz").unlink()
+    assert code == 0, text
+    assert sorted(path.name for path in (out / "subjects").iterdir()) == ["s0", "s1", "s3"]
+    assert [path.name for path in (out / "subjects" / "s1").iterdir()] == ["notes.txt"]
 
 
 def test_other_settings_are_refused_by_name(data: Path, tmp_path: Path, run: Run) -> None:

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,11 +25,11 @@ from carlreg.atlases.fusion import DEFAULT, Fused, FusionSettings, fuse
 from carlreg.atlases.inputs import Atlas, list_atlases, read_atlas, read_each, read_scan
 from carlreg.atlases.options import SegmentOptions
 from carlreg.atlases.pack import is_pack, read_pack, smallest_type
-from carlreg.atlases.work import Keep, Registered, Task, check_workers, register_each, source_of
-from carlreg.errors import InputError
+from carlreg.atlases.work import REQUEST, Keep, Registered, Task, check_workers, register_each, source_of
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images
-from carlreg.files.atomic import PathLike, refuse_result, write_atomically, write_together
+from carlreg.files.atomic import PathLike, refuse_inputs, refuse_result, write_atomically, write_together
 from carlreg.files.images import Image
 from carlreg.files.label_names import Names, guess_names, read_names
 from carlreg.model.loaded import SOFT_TISSUE, load_model
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 LABELS, UNCERTAINTY, VOLUMES, RECORD = "labels.nii.gz", "uncertainty.nii.gz", "volumes.csv", "segment.json"
 PROBABILITY = "probability_{}.nii.gz"
-REGISTRATIONS = "registrations"
+REGISTRATIONS, WORK = "registrations", ".carl-work"
+"""The folders of registrations that are kept, and of those that are removed once the labels are written."""
 QUICK_SIGMA = 2.0
 
 
@@ -81,9 +83,7 @@ class Segmentation:
         """Write `labels.nii.gz`, `uncertainty.nii.gz`, `volumes.csv` and `segment.json`, and with `probabilities` a map
         for each structure, `probability_LABEL.nii.gz`. All appear together or not at all."""
         target = Path(folder)
-        old = [path.name for path in target.glob(PROBABILITY.format("*"))]
-        names = (LABELS, UNCERTAINTY, VOLUMES, RECORD, *old)
-        with write_together(target, names, last=RECORD, overwrite=overwrite) as staging:
+        with write_together(target, _names(target), last=RECORD, overwrite=overwrite) as staging:
             images.write(self.labels, staging / LABELS)
             images.write(self.uncertainty, staging / UNCERTAINTY)
             if probabilities:
@@ -100,6 +100,13 @@ class Segmentation:
         writer.writeheader()
         writer.writerows(asdict(one) for one in self.volumes)
         return text.getvalue()
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of the files of a segmentation, and of the probability maps that a folder holds."""
+    found = (path.name for path in folder.glob(PROBABILITY.format("*")))
+    maps = [name for name in found if re.fullmatch(PROBABILITY.format(r"\d+"), name)]
+    return [LABELS, UNCERTAINTY, VOLUMES, RECORD, *maps]
 
 
 Atlases = PathLike | Mapping[str, tuple[Any, Any]] | Sequence[Atlas]
@@ -157,25 +164,30 @@ def segment(
     """Find the labels of a scan, which is anything that `register` accepts, from atlases (see `read_atlases`).
 
     `options` are the fields of `SegmentOptions`, `settings` those of the fusion. With `out`, the result is saved there;
-    if it is stopped, the same call does not repeat finished registrations. `keep_registrations` leaves those of all
-    atlases in `out/registrations`. `workers` are processes that register at the same time.
+    if it is stopped, the same call does not repeat finished registrations. `keep_registrations` writes those of all
+    atlases to `out/registrations`. `workers` are processes that register at the same time.
 
     >>> result = segment("scan.nii.gz", "atlases", out="labels")
     """
     chosen, show = SegmentOptions(**options), progress or (lambda _: None)
     check_workers(workers)
     if out is not None:
-        refuse_result(out, RECORD, overwrite)
+        refuse_result(out, _names(Path(out)), last=RECORD, overwrite=overwrite)
     show("reading")
     _, image = read_scan("scan", scan)
     found, names = read_atlases(atlases, skip_bad=skip_bad, label_names=label_names)
     if found[0].image.dim != image.dim:
         raise InputError(f"{image.name} is {image.dim}-D but the atlases are {found[0].image.dim}-D; expected the same")
+    if out is not None:
+        paths = [path for one in found for path in (one.path, one.labels_path)]
+        refuse_inputs((Path(out) / name for name in _names(Path(out))), [scan, atlases, label_names, *paths])
+        if keep_registrations and not overwrite:
+            _refuse_others(Path(out) / REGISTRATIONS, found)
     loaded = load_model(model, choose_device(chosen.device)).for_dimension(image.dim)
     used = loaded if workers == 1 else model  # each process loads its own
     job = _Job(source_of(image, scan), image, used, chosen, workers, show)
     selected, likeness = job.select(found)
-    work = None if out is None else Path(out) / REGISTRATIONS
+    work = None if out is None else Path(out) / (REGISTRATIONS if keep_registrations else WORK)
     stack, voters, seconds = job.register(selected, work, "all" if keep_registrations else "warped")
     show("fusing")
     fused = _fused(job.scaled_scan(), stack, voters, chosen, settings)
@@ -193,8 +205,15 @@ def segment(
     if out is not None:
         result.save(out, probabilities=probabilities, overwrite=overwrite)
         if not keep_registrations:
-            shutil.rmtree(Path(out) / REGISTRATIONS, ignore_errors=True)
+            shutil.rmtree(Path(out) / WORK, ignore_errors=True)
     return result
+
+
+def _refuse_others(folder: Path, atlases: Sequence[Atlas]) -> None:
+    """Raise if a folder of an atlas holds anything but a registration by an earlier run."""
+    for one in (folder / atlas.name for atlas in atlases):
+        if any(one.glob("*")) and not (one / REQUEST).is_file():
+            raise ExistsError(f"{one} exists already; choose another folder, or {OVERWRITE}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +31,10 @@ from carlreg.atlases.work import Task, check_workers, register_each, source_of
 from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.fast.devices import choose_device
 from carlreg.files import images, world_transform
-from carlreg.files.atomic import PathLike, only_writer, write_atomically, write_together
+from carlreg.files.atomic import PathLike, only_writer, refuse_inputs, write_atomically, write_together
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, as_image
-from carlreg.files.results import InputRecord, Report, Request
+from carlreg.files.results import InputRecord, Report, Request, ResultFolder
 from carlreg.files.world_transform import WorldTransform
 from carlreg.model.loaded import load_model
 from carlreg.registration.api import Model
@@ -43,7 +44,7 @@ from carlreg.registration.result import Registration
 logger = logging.getLogger(__name__)
 
 IMAGE, PAGE, RECORD, JOURNAL = "template.nii.gz", "template.html", "template.json", "iterations.json"
-SUBJECTS, ITERATIONS, WORK = "subjects", "iterations", "work"
+SUBJECTS, ITERATIONS, WORK = "subjects", "iterations", ".carl-work"
 NAMES = (IMAGE, PAGE, RECORD)
 IN_MEMORY = InputRecord(given_as="Template")
 Kind = Literal["centred", "affine", "deformable"]
@@ -114,13 +115,14 @@ class Template:
 
     def save(self, folder: PathLike, *, overwrite: bool = False, progress: Callable[[str], None] | None = None) -> Path:
         """Write `template.nii.gz`, `template.html`, `template.json`, and for each scan a folder `subjects/NAME` with
-        transforms both ways, as `carl register` writes them with the template as the fixed image."""
+        transforms both ways, as `carl register` writes them with the template as the fixed image. Overwriting removes
+        the results of the old template's other scans."""
         from carlreg.atlases.page import page
 
         target = Path(folder)
         if (target / RECORD).exists() and not overwrite:
             raise ExistsError(f"{target} already holds {RECORD}; choose another folder, or {OVERWRITE}")
-        rows = []
+        rows, old = [], _scans_of(target)
         with write_together(target, NAMES, last=RECORD, overwrite=overwrite) as staging:
             images.write(self.image, staging / IMAGE)
             fixed = InputRecord(path=str((target / IMAGE).absolute()), sha256=sha256(staging / IMAGE))
@@ -134,7 +136,18 @@ class Template:
             record = {**self.record, "iterations": [asdict(row) for row in self.iterations], "subjects": rows}
             write_atomically(staging / PAGE, page(self.image, self.iterations, rows, record).encode())
             write_atomically(staging / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+        for name in old - {one.name for one in self.subjects}:
+            ResultFolder(target / SUBJECTS / name).remove()
         return target
+
+
+def _scans_of(folder: Path) -> set[str]:
+    """The names of the scans of the template in a folder, if there is one."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        names = json.loads((folder / RECORD).read_text(encoding="utf-8"))["scans"]
+        own = (name for name in names if name != ".." and Path(name).name == name)
+        return {name for name in own if not (folder / SUBJECTS / name).is_symlink()}
+    return set()
 
 
 def _shift(transform: WorldTransform) -> np.ndarray[Any, Any]:
@@ -183,6 +196,9 @@ def template(
         return builder.run(None)
     folder = Path(out)
     busy = ExistsError(f"another process builds a template in {folder}; wait for it, or choose another folder")
+    if overwrite:
+        held = (path for name in (ITERATIONS, SUBJECTS) for path in (folder / name).rglob("*"))
+        refuse_inputs([*(folder / name for name in (*NAMES, JOURNAL)), *held], [*builder.sources.values(), initial])
     with only_writer(folder / ITERATIONS, busy):  # `write_together` locks the folder itself
         journal = Journal.open(folder, builder.record, overwrite)
         built = builder.run(journal)
@@ -362,22 +378,22 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, record: Mapping[str, Any], overwrite: bool) -> Journal:
-        """The iterations in a folder, if they are of the same scans, model and options; otherwise an error."""
+        """The iterations in a folder, if they are of the same scans, model and options; otherwise an error. Those of
+        another template are removed if it is overwritten."""
         path = folder / JOURNAL
         if overwrite or not path.is_file():
-            if (folder / RECORD).exists() and not overwrite:
-                raise ExistsError(f"{folder} already holds {RECORD}; choose another folder, or {OVERWRITE}")
-            shutil.rmtree(folder / WORK, ignore_errors=True)
-            for old in (folder / ITERATIONS).glob("*.nii.gz"):
-                old.unlink()
-            path.unlink(missing_ok=True)
-            return cls(folder, record, ())
+            if not overwrite and (held := _held(folder)) is not None:
+                raise ExistsError(f"{folder} already holds {held}; choose another folder, or {OVERWRITE}")
+            _forget(folder)
+            return cls(folder, record, ())._write(())
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
             rows = tuple(Iteration(**row) for row in old["rows"])
             different = _differences(old["record"], record)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{path} is damaged ({error}); choose another folder, or {OVERWRITE}") from error
+        if not rows:
+            return cls(folder, record, ())._write(())
         if different:
             held = f"{folder} holds a template with {', '.join(different)}"
             raise ExistsError(f"{held}; choose another folder, or {OVERWRITE}")
@@ -397,12 +413,33 @@ class Journal:
         number = len(rows) - 1
         self.path(0).parent.mkdir(parents=True, exist_ok=True)
         images.write(target, self.path(number), overwrite=True)
-        content = {"record": self.record, "rows": [asdict(row) for row in rows]}
-        write_atomically(self.folder / JOURNAL, (json.dumps(content, indent=2) + "\n").encode())
+        self._write(rows)
         if (work := self.work(number)) is not None:
             shutil.rmtree(work, ignore_errors=True)
         if not any((self.folder / WORK).glob("*")):
             shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+    def _write(self, rows: Sequence[Iteration]) -> Journal:
+        content = {"record": self.record, "rows": [asdict(row) for row in rows]}
+        write_atomically(self.folder / JOURNAL, (json.dumps(content, indent=2) + "\n").encode())
+        return self
+
+
+def _held(folder: Path) -> str | None:
+    """What a folder without a journal holds in the places of a template, if anything."""
+    found = [folder / name for name in NAMES[::-1] if (folder / name).exists()]
+    found += [path for name in (ITERATIONS, SUBJECTS) for path in sorted((folder / name).glob("*"))]
+    return str(found[0].relative_to(folder)) if found else None
+
+
+def _forget(folder: Path) -> None:
+    """Remove the averages that the journal of another template lists, and its unfinished registrations."""
+    path = folder / JOURNAL
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        for number in range(len(json.loads(path.read_text(encoding="utf-8"))["rows"])):
+            (folder / ITERATIONS / f"{number:02d}.nii.gz").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    shutil.rmtree(folder / WORK, ignore_errors=True)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -98,8 +98,7 @@ class RegisterEach:
             if task.folder is None:
                 assert result.labels is not None
                 return Registered(task.name, seconds, None, result.transform, (result.warped, result.labels))
-            result.save(task.folder, overwrite=True)
-            _write_request(task.folder, request, seconds)
+            result.save(task.folder, overwrite=True, extra={REQUEST: _recorded(request, seconds)})
             return Registered(task.name, seconds, task.folder)
         work = Progress()
         found = align_pair(task.inputs, model, self.options, work)
@@ -120,7 +119,7 @@ class RegisterEach:
             else:
                 for image, name in zip(warped, NEEDED["warped"], strict=True):
                     images.write(image, staging / name)
-            _write_request(staging, request, seconds)
+            write_atomically(staging / REQUEST, _recorded(request, seconds).encode())
         return Registered(task.name, seconds, task.folder)
 
 
@@ -134,10 +133,10 @@ def _request(
     return make_request(model, options, {name: checksum(os.fspath(one)) for name, one in sources.items()})
 
 
-def _write_request(folder: Path, request: Request | None, seconds: float) -> None:
+def _recorded(request: Request | None, seconds: float) -> str:
+    """The content of `request.json`."""
     content = None if request is None else asdict(request)
-    text = json.dumps({"request": content, "seconds": seconds}, indent=1)
-    write_atomically(folder / REQUEST, f"{text}\n".encode())
+    return json.dumps({"request": content, "seconds": seconds}, indent=1) + "\n"
 
 
 def _found(folder: Path, request: Request | None, keep: Keep) -> float | None:

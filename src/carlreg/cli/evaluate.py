@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from carlreg.cli._options import command
 from carlreg.cli._shared import Device, Overwrite, message, numbers
 from carlreg.cli._threads import Threads
 from carlreg.errors import InputError
-from carlreg.files.atomic import refuse_result
+from carlreg.files.atomic import refuse_inputs, refuse_result
 
 if TYPE_CHECKING:
     from carlreg.evaluation.api import Evaluation
@@ -53,7 +54,7 @@ def evaluate(
     out: Annotated[Path | None, "Folder for scores.csv, scores.json and dice.png.", "-o"] = None,
     save: Annotated[
         Path | None,
-        "Folder for the results of models and baselines. A baseline is not run again if its result exists.",
+        "Folder for the results of models and baselines. What was registered before is not registered again.",
     ] = None,
     overwrite: Overwrite = False,
     threads: Threads = None,
@@ -66,20 +67,25 @@ def evaluate(
     from carlreg.evaluation import api, sources
 
     if out is not None:
-        refuse_result(out, api.SCORES, overwrite)
+        refuse_result(out, api.OUTPUTS, last=api.SCORES, overwrite=overwrite)
+        origins = (text.partition("=")[2] for text in method or [])
+        refuse_inputs((out / name for name in api.OUTPUTS), [pairs, model, *origins])
     source, listed = _pairs(pairs, dataset, data)
     if preparation == "model":
         source = replace(source, prepare=None)
     options: dict[str, Any] = {"io_iterations": io_iterations, "device": device, "dataset": source}
+    options["overwrite"] = overwrite
     methods: dict[str, Method] = {"transform": sources.listed} if any(pair.transform for pair in listed) else {}
     if pairs is not None and pairs.is_dir():
         methods[pairs.resolve().name] = sources.in_folder(pairs)
     given = [text.partition("=") for text in method or []]
+    added = [*(name for name, _, _ in given), *([] if model is None else [Path(model).stem])]
+    if repeated := [name for name, count in Counter([*methods, *added]).items() if count > 1]:
+        advice = "expected different names: --method NAME=SOURCE"
+        raise typer.BadParameter(f"two methods are called {repeated[0]!r}; {advice}")
     for name, equals, origin in given:
         if not equals:
             raise typer.BadParameter(f"--method is {name!r}; expected NAME=SOURCE")
-        if sum(name == one for one, _, _ in given) > 1:
-            raise typer.BadParameter(f"the method {name!r} is given twice; expected different names")
         methods[name] = _method(origin, options, save and save / name)
     if model is not None:
         methods[Path(model).stem] = sources.by_model(model, save=save, **options)

@@ -46,14 +46,15 @@ def explain(
 
     from carlreg import explain
     from carlreg.files import images
-    from carlreg.files.atomic import refuse_result, write_atomically, write_together
+    from carlreg.files.atomic import refuse_inputs, refuse_result, write_atomically, write_together
     from carlreg.files.images import map_points
 
     if (fixed_seg is None) != (moving_seg is None):
         raise typer.BadParameter("a probe needs the labels of both images: --fixed-seg and --moving-seg")
     if ResultFolder(out).holds_registration():  # whose report must not be replaced by this command's
         raise ExistsError(f"{out} holds a registration, which --overwrite does not replace here; choose another folder")
-    refuse_result(out, REPORT, overwrite)
+    refuse_result(out, NAMES, last=REPORT, overwrite=overwrite)
+    refuse_inputs((out / name for name in NAMES), (fixed, moving, fixed_seg, moving_seg))
     seen = explain.explain(fixed=fixed, moving=moving, model=model, device=device)
     middle = map_points(seen.fixed.unit_to_world(), [0.5] * seen.fixed.dim).tolist()
     expected = f"{seen.fixed.dim} numbers in {space} millimetres, separated by commas"

@@ -12,6 +12,7 @@ from carlreg.cli._options import command
 from carlreg.cli._registering import MODEL, SPECIAL, summarise
 from carlreg.cli._shared import IMAGES, check_new, message, working
 from carlreg.cli._threads import Threads
+from carlreg.files.atomic import refuse_inputs
 from carlreg.files.results import PAGE, Report, ResultFolder
 from carlreg.registration.options import (
     ADVANCED,
@@ -72,14 +73,16 @@ class Outputs:
 
         return {} if self.label_names is None else read_names(self.label_names)
 
-    def check(self) -> None:
+    def check(self, inputs: PairInputs) -> None:
         """Refuse what cannot be written, before any work is done for it."""
+        sources = inputs.sources()
         if self.out is not None:
-            ResultFolder(self.out).check_free(overwrite=self.overwrite)
+            ResultFolder(self.out).check_free(overwrite=self.overwrite, inputs=sources)
         if self.transform_out is not None:
             check_new(self.transform_out, self.overwrite, (".h5", ".hdf5", ".tfm", ".txt"))
         if self.warped_moving_out is not None:
             check_new(self.warped_moving_out, self.overwrite, IMAGES)
+        refuse_inputs((path for name, path in self.files().items() if name != "out"), sources.values())
 
 
 @command(
@@ -136,7 +139,7 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     from carlreg.registration.api import register_pair
     from carlreg.show import report
 
-    outputs.check()
+    outputs.check(inputs)
     overwrite, names = outputs.overwrite, outputs.names()
     with working("reading") as part:
         result = register_pair(inputs, model, options, progress=part.begin, advance=part.advance)

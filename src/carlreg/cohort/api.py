@@ -10,19 +10,20 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from carlreg.cohort.bids import describe, find_bids_pairs
+from carlreg.cohort.bids import check_derivative, describe, find_bids_pairs, result_folder
 from carlreg.cohort.check import BadPairsError, Problems, find_problems, lines
 from carlreg.cohort.engine import run
-from carlreg.cohort.folder import RESERVED, SUMMARY, CohortFolder
+from carlreg.cohort.folder import GALLERY, RESERVED, ROWS, SETTINGS, SUMMARY, CohortFolder
 from carlreg.cohort.options import Bad, CohortOptions
 from carlreg.cohort.register import RegisterPairs
 from carlreg.cohort.rows import Row, Status
 from carlreg.cohort.sources import find_pairs
 from carlreg.cohort.work import Outcome
 from carlreg.errors import InputError
-from carlreg.files.atomic import PathLike, refuse_result
+from carlreg.files.atomic import PathLike, refuse_inputs, refuse_result
 from carlreg.files.checksums import sha256
 from carlreg.files.label_names import read_names
+from carlreg.files.results import NAMES, TRANSFORM, ResultFolder
 from carlreg.files.tables import Pair
 from carlreg.model.loaded import AUTO, NONE, LoadedModel, find_model
 from carlreg.model.shipped import DEFAULT
@@ -149,8 +150,13 @@ def register_cohort(
         raise InputError("there are no pairs; expected at least one")
     label_names = {} if how.label_names is None else read_names(how.label_names)
     part = [_absolute(pair) for pair in how.part().of(pairs)]
-    refuse_result(folder.path, SUMMARY, overwrite=True)
-    problems = find_problems(part, options, RESERVED)
+    if bids is not None:
+        check_derivative(folder.path, bids)
+    begun = overwrite or any((folder.path / name).exists() for name in (SETTINGS, ROWS))
+    refuse_result(folder.path, (SUMMARY, GALLERY), last=SETTINGS, overwrite=begun)
+    if overwrite:
+        _refuse_own_inputs(folder.path, part, pairs, bids is not None)
+    problems = find_problems(part, options, RESERVED, names=(pair.name for pair in pairs))
     if problems and (bad or ("skip" if how.skip_bad else "refuse")) == "refuse":
         raise BadPairsError(_refusal(problems, len(part)), problems)
     for line in lines(problems):
@@ -192,6 +198,16 @@ def register_cohort(
                 progress(row, Tally(done, len(ready), count, time.monotonic() - start))
         mine = {pair.name for pair in part}
         return [row for row in board.rows if row.name in mine]
+
+
+def _refuse_own_inputs(out: Path, part: Sequence[Pair], pairs: Sequence[Pair], bids: bool) -> None:
+    """Raise if overwriting would replace a file that is an input of another pair, such as an earlier result."""
+    given = {os.path.realpath(path) for pair in pairs for path in pair.files().values()}
+    inputs = given | {os.path.join(path, TRANSFORM) for path in given}  # an initial transform may be a result folder
+    folders = {os.path.dirname(path) for path in inputs}
+    results = (result_folder(out, pair) if bids else ResultFolder(out / pair.name) for pair in part)
+    replaced = [one[name] for one in results if os.path.realpath(one.path) in folders for name in NAMES]
+    refuse_inputs([*(out / name for name in RESERVED), *replaced], inputs)
 
 
 def _row(outcome: Outcome[Pair, Row]) -> Row:

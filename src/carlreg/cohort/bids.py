@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import carlreg
 from carlreg.cohort.sources import against, between, read_fixed
-from carlreg.errors import InputError
+from carlreg.errors import ExistsError, InputError, OutputError
 from carlreg.files.atomic import write_atomically
 from carlreg.files.folders import Subject
 from carlreg.files.results import INVERSE, PAGE, REPORT, THUMBNAIL, TRANSFORM, WARP, WARPED, WARPED_LABELS, ResultFolder
@@ -61,12 +63,12 @@ def find_bids_pairs(
 
 
 def find_images(dataset: Path, suffix: str | None = None) -> list[Subject]:
-    """The anatomical images of a dataset with this suffix, by subject and session; label maps and masks that have the
-    same entities belong to them."""
+    """The anatomical images of a dataset with this suffix, by subject and session, without results of `carl cohort`;
+    label maps and masks that have the same entities belong to them."""
     if not dataset.is_dir():
         raise InputError(f"{dataset} is not a folder; expected a BIDS dataset: check the path")
     files = sorted(path for pattern in ("sub-*/anat/*", "sub-*/ses-*/anat/*") for path in dataset.glob(pattern))
-    named = [(path, match) for path in files if (match := IMAGE.fullmatch(path.name))]
+    named = [(path, match) for path in files if (match := _raw(path.name))]
     present = sorted({match["suffix"] for _, match in named} - {"dseg", "mask"})
     if not present:
         raise InputError(f"{dataset} holds no image sub-*/anat/sub-*.nii.gz; expected a BIDS dataset")
@@ -80,6 +82,12 @@ def find_images(dataset: Path, suffix: str | None = None) -> list[Subject]:
         for path, match in named
         if match["suffix"] == chosen
     ]
+
+
+def _raw(name: str) -> re.Match[str] | None:
+    """The parts of an image's name; None for a registered image."""
+    match = IMAGE.fullmatch(name)
+    return None if match is None or "desc-registered" in match["entities"].split("_") else match
 
 
 def result_folder(out: Path, pair: Pair) -> ResultFolder:
@@ -112,8 +120,26 @@ def space_of(fixed: Path) -> str:
     return re.sub(r"[^0-9A-Za-z]", "", match["entities"] if match else stem(fixed)) or "fixed"
 
 
+def check_derivative(out: Path, dataset: Path) -> None:
+    """Raise if results of a dataset would be written among its images, or into another dataset."""
+    if os.path.realpath(out) == os.path.realpath(dataset):
+        advice = f"choose another folder, such as {out / 'derivatives' / 'carlreg'}"
+        raise OutputError(f"{out} is the dataset, where results are not written; {advice}")
+    if (out / DESCRIPTION).exists() and not _is_own(out / DESCRIPTION):
+        raise ExistsError(f"{out / DESCRIPTION} describes another dataset; choose another folder")
+
+
+def _is_own(description: Path) -> bool:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        makers = json.loads(description.read_text(encoding="utf-8"))["GeneratedBy"]
+        return any(one["Name"] == "carlreg" for one in makers)
+    return False
+
+
 def describe(out: Path, dataset: Path, more: Iterable[str]) -> None:
     """Write what makes a folder a derivative dataset; `more` are files that validators ignore."""
+    if (out / DESCRIPTION).exists():
+        return
     description = {
         "Name": "Registrations by carlreg",
         "BIDSVersion": VERSION,
@@ -121,5 +147,6 @@ def describe(out: Path, dataset: Path, more: Iterable[str]) -> None:
         "GeneratedBy": [{"Name": "carlreg", "Version": carlreg.__version__}],
         "SourceDatasets": [{"URL": dataset.resolve().as_uri()}],
     }
+    if not (out / IGNORED).exists():
+        write_atomically(out / IGNORED, "".join(f"{name}\n" for name in (*more, "*.html", "*.jpg")).encode())
     write_atomically(out / DESCRIPTION, (json.dumps(description, indent=2) + "\n").encode())
-    write_atomically(out / IGNORED, "".join(f"{name}\n" for name in (*more, "*.html", "*.jpg")).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
@@ -13,13 +13,16 @@ from carlreg.errors import CarlError, InputError
 from carlreg.files.choice import Choice
 from carlreg.files.images import Image, check_same_grid, placed_like, read_outline
 from carlreg.files.landmarks import read_landmarks
-from carlreg.files.tables import SIDES, Pair
+from carlreg.files.results import TRANSFORM, ResultFolder
+from carlreg.files.tables import SIDES, Pair, Side
 from carlreg.registration.options import PairInputs, RegisterOptions
 
 READERS = 8
 """Files are checked at the same time: on a network file system, most of the time is spent waiting."""
 SHOWN = 3
 """Pairs that are named in a line about a file that many pairs share."""
+
+RIGID: dict[Side, str] = {"fixed": "rigid_mask", "moving": "moving_rigid_mask"}
 
 Problems = dict[str, list[str]]
 """Messages by the name of the pair, in the order of the pairs."""
@@ -37,10 +40,14 @@ class BadPairsError(InputError):
         return type(self), (str(self), self.problems)
 
 
-def find_problems(pairs: Sequence[Pair], options: RegisterOptions, reserved: Collection[str] = ()) -> Problems:
-    """Everything that is wrong with the pairs. `reserved` are names that a pair must not have."""
+def find_problems(
+    pairs: Sequence[Pair], options: RegisterOptions, reserved: Collection[str] = (), names: Iterable[str] | None = None
+) -> Problems:
+    """Everything that is wrong with the pairs. `reserved` are names that a pair must not have, `names` those of all
+    pairs, if these are a part of them."""
     outline = cache(_outline)
-    count = Counter(pair.name.lower() for pair in pairs)  # some file systems ignore case
+    every_name = (pair.name for pair in pairs) if names is None else names
+    count = Counter(name.lower() for name in every_name)  # some file systems ignore case
 
     def of(pair: Pair) -> list[str]:
         return list(dict.fromkeys([*_of_name(pair, count, reserved), *_of_files(pair, options, outline)]))
@@ -81,17 +88,24 @@ def _of_files(pair: Pair, options: RegisterOptions, outline: Outline) -> Iterato
 
     for side in SIDES:
         yield from attempt(side, getattr(pair, side), Choice.of_pair(vars(options), side, getattr(pair, side)))
-        for kind, what in (("seg", "a label map"), ("mask", "a mask")):
-            if (path := getattr(pair, f"{side}_{kind}")) is not None:
-                yield from attempt(f"{side}_{kind}", path, Choice())
-                yield from _of_grid(found.get(f"{side}_{kind}"), found.get(side), what)
+        for column, what in ((f"{side}_seg", "a label map"), (f"{side}_mask", "a mask"), (RIGID[side], "a rigid mask")):
+            if (path := getattr(pair, column)) is not None:
+                yield from attempt(column, path, Choice())
+                yield from _of_grid(found.get(column), found.get(side), what)
         if (path := getattr(pair, f"{side}_landmarks")) is not None:
             yield from _of_landmarks(path, found.get(side))
-    for column, what in (("initial_transform", "a transform file"), ("guide", "a file of corresponding points")):
-        if (path := getattr(pair, column)) is not None and not path.is_file():
-            yield f"{path} does not exist; expected {what}: check the path"
+    if pair.guide is not None and not pair.guide.is_file():
+        yield f"{pair.guide} does not exist; expected a file of corresponding points: check the path"
+    first = pair.initial_transform
+    if first is not None and not (first.is_file() or ResultFolder(first).holds_registration()):
+        what = f"holds no {TRANSFORM}" if first.is_dir() else "does not exist"
+        yield f"{first} {what}; expected a transform file, or the folder of a result: check the path"
     try:
-        PairInputs(**pair.files())
+        inputs = PairInputs(**pair.files())
+        if inputs.is_guided:
+            options.check_guided()
+        if inputs.has_rigid_regions:
+            options.check_rigid_regions()
     except InputError as error:
         yield str(error)
     fixed, moving = found.get("fixed"), found.get("moving")

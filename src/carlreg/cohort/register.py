@@ -119,6 +119,7 @@ class _Worker:
                 held = f"{folder.path} holds a registration with {', '.join(different)}"
                 raise ExistsError(f"{held}; choose another name, or {OVERWRITE}")
         inputs = PairInputs(**pair.files())
+        folder.check_free(overwrite=replaced, inputs=pair.files())
         return _Read(pair, inputs, ReadPair.of(inputs, self._options), replaced)
 
     def compute(self, read: _Read | Row) -> _Aligned | Row:

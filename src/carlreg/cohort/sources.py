@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from carlreg.errors import InputError
-from carlreg.files.folders import ENDINGS, Subject, list_images, list_subjects
+from carlreg.files.folders import ENDINGS, LABELS, MASKS, Subject, by_stem, list_images, list_subjects
 from carlreg.files.tables import Pair, read_pairs, stem
 
 
@@ -51,8 +51,9 @@ def read_folder(folder: Path) -> list[Subject]:
 
 def read_fixed(image: Path, labels: Path | None = None, mask: Path | None = None) -> Subject:
     """The fixed image of a cohort, with the labels and the mask beside it unless they are given."""
+    ends = (*(LABELS if labels is None else ()), *(MASKS if mask is None else ()))
     files = list_images(image.parent) if image.parent.is_dir() else []
-    found = Subject.beside(image, {stem(path): path for path in files})
+    found = Subject.beside(image, by_stem(path for path in files if stem(path) in {stem(image) + end for end in ends}))
     return replace(found, labels=labels or found.labels, mask=mask or found.mask)
 
 

@@ -22,7 +22,7 @@ import torch
 from carlreg.errors import CarlError, DependencyError
 from carlreg.evaluation.sources import Method, Result, by_model, from_folder, identity
 from carlreg.files import images, transform_files, world_transform
-from carlreg.files.atomic import write_atomically
+from carlreg.files.atomic import refuse_result, write_atomically, write_together
 from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, PathLike, map_points
 from carlreg.files.results import INVERSE, REPORT, TRANSFORM
@@ -158,21 +158,23 @@ def cached(method: Method, folder: PathLike) -> Method:
             "inputs": {side: {"path": os.path.abspath(getattr(pair, side))} for side in SIDES},
             "cpus": os.cpu_count(),
         }
-        own.mkdir(parents=True, exist_ok=True)
+        refuse_result(own, (TRANSFORM, INVERSE), last=REPORT, overwrite=False)
         try:
             result = guarded(method)(pair, fixed, moving)
         except DependencyError:
             raise
         except CarlError as error:
+            own.mkdir(parents=True, exist_ok=True)
             write_atomically(report, (json.dumps(content | {"failure": str(error)}, indent=2) + "\n").encode())
             raise
-        transform_files.write(result.transform, own / TRANSFORM, overwrite=True)
-        if result.inverse is not None:
-            inverse = world_transform.sample(result.inverse, moving)
-            transform_files.write(inverse, own / INVERSE, overwrite=True)
         figures = {"seconds": result.seconds, "peak_gib": result.peak_gib}
         content["metrics"] = {key: value for key, value in figures.items() if not math.isnan(value)}
-        write_atomically(report, (json.dumps(content, indent=2) + "\n").encode())
+        with write_together(own, (TRANSFORM, INVERSE), last=REPORT) as staging:
+            transform_files.write(result.transform, staging / TRANSFORM)
+            if result.inverse is not None:
+                inverse = world_transform.sample(result.inverse, moving)
+                transform_files.write(inverse, staging / INVERSE)
+            write_atomically(staging / REPORT, (json.dumps(content, indent=2) + "\n").encode())
         return result
 
     return run

@@ -15,19 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from carlreg.errors import InputError
+from carlreg.errors import OVERWRITE, ExistsError, InputError
 from carlreg.files import images, transform_files
+from carlreg.files.checksums import sha256
 from carlreg.files.images import Image, PathLike, map_points
 from carlreg.files.results import INVERSE, REPORT, TRANSFORM, WARP, Report, ResultFolder, find_results
 from carlreg.files.tables import FILES, SIDES, Pair, stem
 from carlreg.files.world_transform import ItkTransform, PointMap, WorldTransform
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.paper_data.dataset import PLAIN, Dataset
-from carlreg.registration.api import register
+from carlreg.registration.api import register_pair
+from carlreg.registration.options import PairInputs, RegisterOptions
+from carlreg.registration.result import make_request
 
 log = logging.getLogger(__name__)
 
 WorldMap = WorldTransform | ItkTransform
+SCORED = ("fixed_seg", "moving_seg", "fixed_landmarks", "moving_landmarks")
+"""Columns that are measured here, and change no registration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,14 +230,19 @@ def by_model(
     model: str | LoadedModel,
     *,
     save: PathLike | None = None,
+    overwrite: bool = False,
     dataset: Dataset = PLAIN,
     device: str = "auto",
     **options: Any,
 ) -> Method:
     """Register by `carlreg.register` with these options, one model for all pairs, prepared as `dataset` has it.
 
-    Results are kept in a folder for each pair within `save`. Time and memory are those of the report.
+    Results are kept in a folder for each pair within `save`, and taken from there if they are of the same registration;
+    others are refused unless `overwrite`. Time and memory are those of the report.
     """
+    chosen = RegisterOptions(device=device, **options)
+
+    checksum = cache(sha256)
 
     @cache
     def loaded() -> LoadedModel:
@@ -249,18 +259,25 @@ def by_model(
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         # By their paths, so that the report names them; what SimpleITK cannot read is passed as it was read.
-        by_path = dataset.read_image is images.read
-        registration = register(
-            fixed=pair.fixed if by_path else fixed,
-            moving=pair.moving if by_path else moving,
-            fixed_mask=pair.fixed_mask,
-            moving_mask=pair.moving_mask,
-            model=network,
-            device=device,
-            **options,
-        )
-        if save is not None:
-            registration.save(Path(save) / pair.name, overwrite=True, full_precision=True)  # for the same figures
+        scans = {} if dataset.read_image is images.read else {"fixed": fixed, "moving": moving}
+        given = {name: path for name, path in pair.files().items() if name not in SCORED} | scans
+        own = None if save is None else ResultFolder(Path(save) / pair.name)
+        is_plain = dataset.prepare is None and not scans  # how a dataset prepares images is not in a report
+        if own is not None and own[REPORT].is_file() and is_plain and not overwrite:
+            checksums = {name: checksum(path) for name, path in given.items()}
+            request = make_request(network.for_dimension(fixed.dim), chosen, checksums)
+            if different := own.differences(request, full_precision=True):
+                held = f"{own.path} holds a registration with {', '.join(different)}"
+                raise ExistsError(f"{held}; choose another folder, or {OVERWRITE}")
+            return from_folder(own.path, pair, fixed, moving, root=own.path)
+        if own is not None:
+            own.check_free(overwrite=overwrite, inputs=given)
+        registration = register_pair(PairInputs(**given), network, chosen)
+        if own is not None:
+            if not is_plain and registration.record.request is not None:  # so that it equals no other
+                request = replace(registration.record.request, model=None)
+                registration = replace(registration, record=replace(registration.record, request=request))
+            registration.save(own, overwrite=overwrite, full_precision=True)  # for the same figures
         return Result(registration.transform, registration.inverse, **_figures(registration.record))
 
     return run

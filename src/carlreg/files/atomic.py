@@ -2,16 +2,17 @@
 
 Everything is written to a hidden staging folder beside the target, flushed to the disk and then renamed, with the
 permissions that the umask leaves. A failure removes the staging folder and leaves the target as it was. A killed
-process leaves its staging folder behind: the next writer of the same target removes it, unless its lock shows that
-another process still uses it.
+process leaves its staging folder behind: the next writer of the same target restores what it has moved, and removes
+it, unless its lock shows that another process still uses it.
 """
 
 import glob
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ from carlreg.errors import OVERWRITE, CarlError, ExistsError, OutputError
 
 PathLike = str | os.PathLike[str]
 SUFFIX = ".carl-tmp"  # ends every staging folder's name; nothing else is ever swept
-FILES, NEW, OLD, GONE = "files", "new", "old", "gone"
-"""The name that `write_together` stages under, and its folders: the new files, the old ones, and once all are there."""
+FILES, NEW, OLD, GONE, LIST = "files", "new", "old", "gone", "names"
+"""The name that `write_together` stages under; its folders: the new files, the old ones, and once all are there; and
+the file that lists the new ones."""
 STAGED = re.compile(r"[/\\]\.[^/\\]*\.[0-9a-f]{8}\.carl-tmp(?:[/\\](?:new|old))?(?=[/\\])")
 
 
@@ -86,12 +88,12 @@ def _whole_lines(file: BinaryIO) -> int:
 
 @contextmanager
 def write_together(folder: PathLike, names: Collection[str], *, last: str, overwrite: bool = False) -> Iterator[Path]:
-    """Give a staging folder, then put the files written there into `folder`, where they replace those called `names`.
+    """Give a staging folder, then put the files written there into `folder`.
 
-    `last` is removed first and arrives last, so a folder without it is unfinished and free to use. Old and new files
-    are never there at the same time. Files with other names stay, unless a staged file of the same name replaces
-    them. A second writer waits for the first. On failure, the folder is as it was; if the process is killed while it
-    exchanges two results, the next one that looks at the folder completes the old or the new one.
+    Without `overwrite`, raise if a file of the result is there, which are those called `names` and what is staged; with
+    it, remove them. `last` is removed first and arrives last. Old and new files are never there at the same time. Files
+    with other names stay. A second writer waits for the first. On failure, the folder is as it was; if the process is
+    killed, the next one that looks at the folder restores what was there, unless all new files have arrived.
 
     >>> with write_together("out", ["scores.csv", "scores.json"], last="scores.json") as staging:
     ...     write_atomically(staging / "scores.csv", b"...")
@@ -99,41 +101,47 @@ def write_together(folder: PathLike, names: Collection[str], *, last: str, overw
     """
     target = Path(os.path.realpath(folder))
     with _named(folder), _locked(target):
-        _sweep(target, FILES, last)
-        refuse_result(folder, last, overwrite)
+        _sweep(target, FILES)
+        refuse_result(folder, names, last=last, overwrite=overwrite)
         with _staging(target, FILES) as staging:
             new = staging / NEW
             new.mkdir()
             yield new
-            staged = [path.name for path in new.iterdir()]
+            staged = sorted((path.name for path in new.iterdir()), key=lambda name: name == last)
             for name in staged:
                 _flush(new / name)
-                refuse_existing(Path(folder) / name, overwrite or name in names)
-            _exchange(staging, target, {*names, *staged}, staged, last)
+                refuse_existing(Path(folder) / name, overwrite)
+            _exchange(staging, target, {*names, *staged}, staged)
 
 
-def _exchange(staging: Path, target: Path, names: Collection[str], staged: Collection[str], last: str) -> None:
-    """Move the files called `names` from the target to `staging / OLD`, then the staged ones to the target."""
-    new, old, gone = staging / NEW, staging / OLD, staging / GONE
-    old.mkdir()
+def _exchange(staging: Path, target: Path, names: Collection[str], staged: Sequence[str]) -> None:
+    """Move the files called `names` from the target to `staging / OLD`, then the staged ones to the target. The last of
+    these is removed first and arrives last."""
+    (staging / LIST).write_text(json.dumps(staged), encoding="utf-8")
+    _flush(staging / LIST)
+    (staging / OLD).mkdir()
     try:
-        _move(target, old, sorted(names, key=lambda name: name != last))
-        old.rename(gone)
-        _move(new, target, sorted(staged, key=lambda name: name == last))
+        _move(target, staging / OLD, sorted(names, key=lambda name: name != staged[-1]))
+        (staging / OLD).rename(staging / GONE)
+        _move(staging / NEW, target, staged)
     except BaseException:
-        if gone.exists():
-            _move(target, new, [name for name in staged if not (new / name).exists()])
-            gone.rename(old)
-        _recover(staging, target, last)
+        _recover(staging, target)
         raise
     _flush_folder(target)
 
 
-def _recover(staging: Path, target: Path, last: str) -> None:
-    """Finish an interrupted exchange: restore the old files, or move the new ones in if the old result was gone."""
-    source = staging / (NEW if (staging / GONE / last).is_file() else OLD)
-    if source.exists():
-        _move(source, target, sorted(os.listdir(source), key=lambda name: name == last))
+def _recover(staging: Path, target: Path) -> None:
+    """Undo an exchange that was interrupted before all new files had arrived."""
+    new, old, gone = staging / NEW, staging / OLD, staging / GONE
+    if not (old.exists() or gone.exists()):
+        return
+    staged = json.loads((staging / LIST).read_text(encoding="utf-8"))
+    if gone.exists():
+        if (target / staged[-1]).exists():
+            return
+        _move(target, new, [name for name in staged if not (new / name).exists()])
+        gone.rename(old)
+    _move(old, target, sorted(os.listdir(old), key=lambda name: name == staged[-1]))
 
 
 def refuse_existing(path: PathLike, overwrite: bool) -> None:
@@ -144,19 +152,30 @@ def refuse_existing(path: PathLike, overwrite: bool) -> None:
         raise ExistsError(f"{path} exists already; choose another name, or {OVERWRITE}")
 
 
-def refuse_result(folder: PathLike, last: str, overwrite: bool) -> Path:
-    """Raise if files cannot be written to a folder, or if it holds a finished result that must not be overwritten.
+def refuse_inputs(outputs: Iterable[PathLike], inputs: Iterable[object]) -> None:
+    """Raise if a file that is going to be written is one of the inputs: not even overwriting replaces these."""
+    read = {os.path.realpath(one) for one in inputs if isinstance(one, (str, os.PathLike))}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise OutputError(f"{path} is an input of this run, which cannot be overwritten; choose another output")
+
+
+def refuse_result(folder: PathLike, names: Iterable[str], *, last: str, overwrite: bool) -> Path:
+    """Raise if files cannot be written to a folder, or if it holds files called `names` that must not be overwritten;
+    `last` is that of a finished result.
 
     Leftovers of a killed writer in the folder are cleaned up first.
     """
     target = Path(folder)
     with suppress(OSError), _lock(target) as locked:
         if locked:
-            _sweep(target, FILES, last)
+            _sweep(target, FILES)
     if target.exists() and not target.is_dir():
         raise ExistsError(f"{target} is a file; expected a folder for the results: choose another name")
     if (target / last).exists() and not overwrite:
         raise ExistsError(f"{target} already holds {last}; choose another folder, or {OVERWRITE}")
+    if not overwrite and (held := next((target / name for name in names if os.path.lexists(target / name)), None)):
+        raise ExistsError(f"{held} exists already; choose another folder, or {OVERWRITE}")
     above = next(one for one in (target, *target.absolute().parents) if one.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(f"{target} cannot be written: no permission in {above}; choose a writable folder")
@@ -197,12 +216,12 @@ def _start(name: str) -> str:
     return f".{name[:50]}."  # file names have at most 255 bytes
 
 
-def _sweep(folder: Path, name: str, last: str = "") -> None:
+def _sweep(folder: Path, name: str) -> None:
     """Remove the staging folders of killed writers of `name`, and complete or undo their exchanges."""
     for leftover in folder.glob(f"{glob.escape(_start(name))}*{SUFFIX}"):
         with suppress(OSError), _lock(leftover) as locked:
             if locked:
-                _recover(leftover, folder, last)
+                _recover(leftover, folder)
                 shutil.rmtree(leftover, ignore_errors=True)
 
 

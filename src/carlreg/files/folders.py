@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from carlreg.errors import InputError
 from carlreg.files.results import PICTURES
 from carlreg.files.tables import stem
 
@@ -41,8 +42,16 @@ def list_images(folder: Path) -> list[Path]:
     return list(filter(is_image, sorted(folder.iterdir())))
 
 
+def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
+    """Files by their names without extensions, of which there may be one each."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        if (other := found.setdefault(stem(path), path)) != path:
+            raise InputError(f"{other} and {path.name} differ only in their formats; expected one of them")
+    return found
+
+
 def list_subjects(folder: Path) -> list[Subject]:
     """The images of a folder in order, each with its labels and its mask."""
-    paths = list_images(folder)
-    files = {stem(path): path for path in paths}
-    return [Subject.beside(path, files) for path in paths if not stem(path).endswith((*LABELS, *MASKS))]
+    files = by_stem(list_images(folder))
+    return [Subject.beside(path, files) for path in files.values() if not stem(path).endswith((*LABELS, *MASKS))]

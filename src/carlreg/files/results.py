@@ -2,22 +2,23 @@
 
 Imports neither torch nor numpy.
 
-A folder with `report.json` holds a finished result; without it, it is unfinished and free to use. Overwriting removes
-the files called `NAMES` and nothing else: all other files of the folder are the user's.
+A folder with `report.json` holds a finished result. Overwriting removes the files called `NAMES` and nothing else: all
+other files of the folder are the user's.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from carlreg.errors import InputError
-from carlreg.files.atomic import SUFFIX, PathLike, refuse_result, write_atomically, write_together
+from carlreg.files.atomic import SUFFIX, PathLike, refuse_inputs, refuse_result, write_atomically, write_together
 
 WARPED, WARPED_LABELS = "warped.nii.gz", "warped_seg.nii.gz"
 TRANSFORM, INVERSE, WARP = "transform.h5", "inverse_transform.h5", "warp.nii.gz"
@@ -254,9 +255,15 @@ class ResultFolder:
         coarse = [f"transforms rounded to {report.stored_within_mm:g} mm"]
         return report.request.differences(request) + coarse * (full_precision and report.stored_within_mm > 0)
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raise unless a result may be written here, before any work is done for it."""
-        refuse_result(self.path, self[REPORT].name, overwrite)
+    def check_free(self, *, overwrite: bool, inputs: Mapping[str, object] | None = None) -> None:
+        """Raise unless a result may be written here, before any work is done for it; `inputs` are those of the pair."""
+        paths = [self[name] for name in NAMES]
+        refuse_result(self.path, [path.name for path in paths], last=self[REPORT].name, overwrite=overwrite)
+        given = dict(inputs or {})
+        first = given.get("initial_transform")
+        if isinstance(first, (str, os.PathLike)) and Path(first).is_dir():
+            given["initial_transform"] = ResultFolder(Path(first))[TRANSFORM]
+        refuse_inputs(paths, given.values())
 
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[ResultFolder]:
@@ -264,6 +271,13 @@ class ResultFolder:
         names = [self[name].name for name in NAMES]
         with write_together(self.path, names, last=self[REPORT].name, overwrite=overwrite) as staging:
             yield ResultFolder(staging, self.names)
+
+    def remove(self) -> None:
+        """Remove the files of the result, and the folder if it holds no others."""
+        for name in NAMES:
+            self[name].unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def write_report(self, report: Report) -> None:
         write_atomically(self[REPORT], (json.dumps(report.to_json(), indent=2) + "\n").encode())

@@ -206,6 +206,7 @@ class Registration:
         the new one does not have; files with other names stay.
         """
         result = folder if isinstance(folder, ResultFolder) else ResultFolder(Path(folder))
+        result.check_free(overwrite=overwrite, inputs={name: one.path for name, one in self.record.inputs.items()})
         within = 0.0 if full_precision else WITHIN * min(1, *self.fixed.spacing, *self.moving.spacing)
 
         def write_extra(given: Content | Callable[[], Content], path: Path) -> None:

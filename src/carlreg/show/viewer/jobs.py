@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from carlreg.files.results import PAGE
+from carlreg.files.results import PAGE, ResultFolder
 from carlreg.registration.options import PairInputs, RegisterOptions
 
 State = Literal["running", "done", "failed", "cancelled"]
@@ -127,6 +127,7 @@ def run(task: Task, report: Callable[..., None]) -> None:
         furthest[0] = max(furthest[0], percent)  # other ways repeat what was done before
         report(percent=furthest[0])
 
+    ResultFolder(Path(task.out)).check_free(overwrite=task.overwrite, inputs=task.inputs)
     result = register_pair(
         PairInputs(**task.inputs),
         task.model,
