@@ -671,7 +671,7 @@ def test_with_little_memory_the_fields_have_coarser_grids(
 ) -> None:
     save(gradicon(3, 2, **SMALL), tmp_path / "model.safetensors", metadata={"grid": "16 16 16"})
     monkeypatch.setattr("carlreg.registration.solve.available_memory", lambda _: 2e6)
-    monkeypatch.setattr("carlreg.registration.solve.COARSEST", 20)
+    monkeypatch.setattr("carlreg.registration.solve.COARSEST", {3: 20})
     fixed, _ = pair
     moving = blobs(fixed.shape, fixed.affine, seed=1)
     options = {"model": tmp_path / "model.safetensors", "io_iterations": 1, "device": "cpu"}

@@ -46,6 +46,7 @@ def read_folder(folder: Path) -> list[Subject]:
     subjects = list_subjects(folder)
     if not subjects:
         raise InputError(f"{folder} holds no image; expected files that end in {', '.join(ENDINGS)}")
+    by_stem(list_images(folder))  # refuses files that differ only in their formats
     return subjects
 
 

@@ -53,5 +53,6 @@ def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
 
 def list_subjects(folder: Path) -> list[Subject]:
     """The images of a folder in order, each with its labels and its mask."""
-    files = by_stem(list_images(folder))
-    return [Subject.beside(path, files) for path in files.values() if not stem(path).endswith((*LABELS, *MASKS))]
+    paths = list_images(folder)
+    files = {stem(path): path for path in paths}
+    return [Subject.beside(path, files) for path in paths if not stem(path).endswith((*LABELS, *MASKS))]
