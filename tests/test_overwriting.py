@@ -27,6 +27,7 @@ import torch
 import carlreg
 from carlreg.cli import main
 from carlreg.files import nifti_write
+from carlreg.files.atomic import write_together
 
 sitk = pytest.importorskip("SimpleITK")
 
@@ -625,3 +626,19 @@ def test_the_reported_memory_includes_writing(data: Path, tmp_path: Path, monkey
     assert carl(*pair(data, "-o", tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["peak_memory_gb"]["process"] == 3.0
+
+
+@pytest.mark.parametrize("names", ['["../precious"]', '["a/b"]', '[".."]', "[]", '{"a": 1}', "nonsense"])
+def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path: Path, names: str) -> None:
+    """An interrupted exchange whose list was made up, or damaged, moves nothing and stays."""
+    folder, precious = tmp_path / "out", tmp_path / "precious"
+    staging = folder / ".files.0123abcd.carl-tmp"
+    for part in ("new", "gone"):
+        (staging / part).mkdir(parents=True)
+    (staging / "names").write_text(names)
+    precious.write_text("mine")
+    with write_together(folder, ["a"], last="a") as new:
+        (new / "a").write_text("new")
+    assert precious.read_text() == "mine"
+    assert (staging / "names").exists()
+    assert (folder / "a").read_text() == "new"

@@ -135,13 +135,22 @@ def _recover(staging: Path, target: Path) -> None:
     new, old, gone = staging / NEW, staging / OLD, staging / GONE
     if not (old.exists() or gone.exists()):
         return
-    staged = json.loads((staging / LIST).read_text(encoding="utf-8"))
+    staged = _listed(staging / LIST)
     if gone.exists():
         if (target / staged[-1]).exists():
             return
         _move(target, new, [name for name in staged if not (new / name).exists()])
         gone.rename(old)
     _move(old, target, sorted(os.listdir(old), key=lambda name: name == staged[-1]))
+
+
+def _listed(path: Path) -> list[str]:
+    """The names in a list; a damaged one, or one that leads out of the folder, is refused."""
+    with suppress(ValueError, OSError):
+        names = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(names, list) and names and all(Path(str(one)).name == one != ".." for one in names):
+            return names
+    raise OutputError(f"{path} is damaged; move what you need out of {path.parent}, and remove that folder")
 
 
 def refuse_existing(path: PathLike, overwrite: bool) -> None:
