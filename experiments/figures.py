@@ -270,6 +270,13 @@ def answers() -> dict[str, Any]:
     return {name: benchmark(name) for name in names if (ROOT / "benchmarks" / "results" / f"{name}.json").exists()}
 
 
+def other_programs() -> list[dict[str, Any]]:
+    """What answer.py measured of other programs on a CPU."""
+    made = (ROOT / "benchmarks/results/answer-others.json").exists()
+    rows: list[dict[str, Any]] = benchmark("answer-others")["others"] if made else []
+    return rows
+
+
 def machine(report: Mapping[str, Any]) -> str:
     return str(report["machine"]).removeprefix("x86_64, ")
 
@@ -341,7 +348,7 @@ def beside() -> dict[str, tuple[int, dict[str, tuple[float, float]]]]:
                     seconds = sum(row["seconds"].get(part, 0.0) for part in ("network", "optimisation"))
                     rows = ours.setdefault(f"carlreg, {machine(report)}", {})
                     rows[tuple(row["pair"])] = row["default"], seconds
-        for row in found.get("answer-cpu", {}).get("others", []):
+        for row in other_programs():
             if row["set"] == name:
                 others.setdefault(row["program"], {})[tuple(row["pair"])] = row["dice"], row["seconds"]
         every = ours | others
@@ -907,6 +914,15 @@ def accuracy_in_short() -> Iterator[Sequence[str]]:
             better = sum(found[1][pair] > found[3][pair] for pair in pairs)
             scores = three(mean(one[pair] for pair in pairs) for one in found)
             yield task, str(len(pairs)), *scores, f"{better} of {len(pairs)}"
+
+
+@table
+def time_in_short() -> Iterator[Sequence[str]]:
+    """Seconds of carlreg and ANTs on the same pairs and the same CPU, for the README."""
+    yield "median seconds, 2 CPU cores", "pairs", "carlreg", "ANTs SyNQuick"
+    for words, (count, scores) in beside().items():
+        ours = next(seconds for program, (_, seconds) in scores.items() if "CPU" in program)
+        yield words.split(",")[0], str(count), number(ours), number(scores["ANTs SyNQuick"][1])
 
 
 @table
