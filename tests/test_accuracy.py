@@ -352,36 +352,31 @@ def test_results_of_another_model_are_not_taken_for_this_one(
         run(monkeypatch, "accuracy", *words, "--methods", "CARL")
 
 
-def test_registrations_of_the_native_run_are_kept_and_scored(
+def test_missing_registrations_are_made_and_kept(
     data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, out = tmp_path / "work", tmp_path / "native"
-    words = (data, work, "--sets", "hippocampus", "--pairs", 1, "--model", model)
-    native = (*words, "--kinds", "network", "--out", out, "--keep", work / "carl")
-    run(monkeypatch, "native", *native)
-    (row,) = json.loads((out / "native.json").read_text(encoding="utf-8"))["rows"]
+    work, out = tmp_path / "work", tmp_path / "out"
+    words = (data, work, "--sets", "hippocampus", "--pairs", 1, "--model", model, "--methods", "CARL", "--out", out)
+    run(monkeypatch, "accuracy", *words)
+    ((method, pair),) = scored(out, "hippocampus")
+    assert method == "CARL"
+    row = scored(out, "hippocampus")[method, pair]
+    kept = work / "carl" / "hippocampus" / "network" / pair
+    assert sorted(path.name for path in kept.iterdir()) == [
+        *("inverse_transform.h5", "made.json", "report.json", "transform.h5")
+    ]
     assert row["model"] == {"name": "small", "sha256": sha256(model)}
-    kept = work / "carl" / "hippocampus" / "network" / f"{row['moving']}_to_{row['fixed']}"
-    assert sorted(path.name for path in kept.iterdir()) == ["inverse_transform.h5", "report.json", "transform.h5"]
+    assert row["transform"] == sha256(kept / "transform.h5")
+    assert set(row["made"]) == {"commit", "tree"}
 
     before = (kept / "report.json").stat().st_mtime_ns
-    run(monkeypatch, "native", *native)
+    (out / "hippocampus.json").unlink()
+    run(monkeypatch, "accuracy", *words)  # scored again, from the kept result
     assert (kept / "report.json").stat().st_mtime_ns == before
+    assert scored(out, "hippocampus")[method, pair]["dice"] == row["dice"]
+    (out / "hippocampus.json").unlink()
     (kept / "transform.h5").unlink()
-    run(monkeypatch, "native", *native)
-    assert (kept / "report.json").stat().st_mtime_ns > before
-    (row,) = json.loads((out / "native.json").read_text(encoding="utf-8"))["rows"]
-
-    # The second pair is missing, so it is registered.
-    for fixed, moving in names():
-        put(work / "carl" / "hippocampus" / "fields" / f"{moving}_to_{fixed}", shift_of(fixed, moving, 1.0), model)
-    run(monkeypatch, "accuracy", *words, "--pairs", 2, "--methods", *PLAIN, "--out", tmp_path / "out")
-    rows = scored(tmp_path / "out", "hippocampus")
-    assert rows["CARL", kept.name]["dice"] == row["after"]
-    assert rows["unregistered", kept.name]["dice"] == row["before_headers"]
-    assert rows["boxes aligned", kept.name]["dice"] == row["before_stretched"]
-    (second,) = {pair for _, pair in rows} - {kept.name}
-    assert (kept.parent / second / "transform.h5").is_file()
-    assert rows["CARL", second]["transform"] == sha256(kept.parent / second / "transform.h5")
-    assert set(rows["CARL", second]["made"]) == {"commit", "tree"}
-    assert "made" not in rows["CARL", kept.name]  # kept by the other script
+    (kept / "report.json").unlink()
+    run(monkeypatch, "accuracy", *words)  # made again
+    assert (kept / "transform.h5").is_file()
+    assert scored(out, "hippocampus")[method, pair]["dice"] == row["dice"]
