@@ -26,8 +26,8 @@ def draw(sets: Mapping[str, Points], path: Path) -> None:
                 dice, seconds = points[name]
                 marker, size = ("o", 9) if name.startswith("carlreg") else ("s", 7)
                 axis.plot(seconds, dice, marker, markersize=size, color=f"C{number}", label=name)
-        axis.set(xscale="log", xlabel="seconds", title=title)
-        axis.margins(0.15)
+        axis.set(xlabel="seconds", title=title, xlim=(0, 1.15 * max(seconds for _, seconds in points.values())))
+        axis.margins(y=0.15)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("Dice")
     found = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}

@@ -339,7 +339,7 @@ def test_tables_of_the_default_answer_show_what_was_measured(monkeypatch: pytest
     assert "| peak memory of the optimisation | 7.1 GB at 192³ |\n| commit | abc |" in figures.TABLES[names[0]]()
     assert "| gpu | 2 | 0.300 |  |  | 0.850 | 0.0000 |" in figures.TABLES[names[1]]()
     assert figures.TABLES[names[2]]() == ""
-    measured("cpu", others=[other("ANTs", "p", 0.5, 30), other("ANTs", "q", 0.6, 40), other("greedy", "q", 0.7, 50)])
+    measured("others", others=[other("ANTs", "p", 0.5, 30), other("ANTs", "q", 0.6, 40), other("greedy", "q", 0.7, 50)])
     text = figures.TABLES[names[2]]()
     assert "subcortical structures, 1 pair | s |" in text
     assert text.endswith(f"{ours}\n| ANTs | 0.600 | 40.0 |\n| greedy | 0.700 | 50.0 |\n")
