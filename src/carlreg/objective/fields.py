@@ -27,7 +27,7 @@ from carlreg.fast.devices import on_device
 from carlreg.fast.graphs import Graphs
 from carlreg.fast.precision import full_precision
 from carlreg.geometry.checks import check_finite, check_pair
-from carlreg.geometry.grids import interpolate, multiply_axes
+from carlreg.geometry.grids import interpolate, multiply_axes, voxel_points, voxel_size
 from carlreg.geometry.jacobian import determinant, folding
 from carlreg.geometry.transforms import DisplacementField, Transform
 from carlreg.geometry.unfolding import LEAST, smallest_determinant, unfold
@@ -58,6 +58,8 @@ REPAIRS = 20
 """Where folds are left in the end, the result is smoothed, at most so many times."""
 FEW = 0.005
 """A start that stays keeps its folds if they are no more than this percentage."""
+SMALL = 2**18
+"""A start that stays is unfolded on all voxels of images with so many, or fewer; otherwise on every second one."""
 CHECK, STILL = 10, 0.002
 """A level ends early if the lowest loss has fallen by no more than this fraction in so many steps."""
 CHESSBOARD = 2
@@ -624,17 +626,24 @@ class _Side:
         return total, by_places * self.size
 
     def transform(self, field: Tensor, old: Transform, *, keep: bool) -> Transform:
-        """The map of a field, unfolded; or the `old` one that it comes from, if that is to be kept and hardly folds."""
-        if keep and (min(self.target.shape) < 3 or folding(old, self.target.image) <= FEW):
+        """The map of a field, unfolded; or the `old` one that it comes from, if that is to be kept and hardly folds.
+        That of a small image is unfolded on all of its voxels, since every second one would lose detail of it."""
+        image = self.target.image
+        if keep and (min(self.target.shape) < 3 or folding(old, image) <= FEW):
             return old
-        return DisplacementField(multiply_axes(self.unfolded(field), self.target.finer), extrapolation(old))
+        if keep and image[0, 0].numel() <= SMALL:
+            grid, steps = voxel_points(image).movedim(-1, 1), voxel_size(image.shape[2:], image).tolist()
+            return DisplacementField(
+                self.unfolded(old.on_grid_of(image).movedim(-1, 1) - grid, grid, steps), extrapolation(old)
+            )
+        field = self.unfolded(field, self.grid, self.target.steps)
+        return DisplacementField(multiply_axes(field, self.target.finer), extrapolation(old))
 
-    def unfolded(self, field: Tensor) -> Tensor:
-        """The field without folds, nearly the same; if it has very many, smoothed around them."""
-        steps, size = self.target.steps, self.source.size
-        field = torch.stack([unfold(one, steps, size) for one in field])
+    def unfolded(self, field: Tensor, grid: Tensor, steps: Sequence[float]) -> Tensor:
+        """The displacements of a grid without folds, nearly the same; if they have very many, smoothed around them."""
+        field = torch.stack([unfold(one, steps, self.source.size) for one in field])
         for number in range(REPAIRS):
-            bad = smallest_determinant(self.grid + field, steps)[:, None] < LEAST
+            bad = smallest_determinant(grid + field, steps)[:, None] < LEAST
             if not bool(bad.any()):
                 break
             near = [gaussian(n, 1.0 + number // 4, field) for n in field.shape[2:]]
