@@ -924,11 +924,12 @@ def time_in_short() -> Iterator[Sequence[str]]:
 
 @table
 def accuracy_on_few() -> Iterator[Sequence[str]]:
-    """Methods that may have run on a few pairs alone, beside others on the same pairs."""
+    """Methods that may have run on a few pairs alone, beside others on the same pairs; nothing if none did."""
     run = script("experiments/accuracy/run.py")
-    yield "", "method", "pairs", "Dice", "HD95, mm", "folds, %", "s", *(f"{method}, Dice" for method in run.BESIDE)
-    for task, whole, _ in accuracies():
-        yield from ((task, method, *cells) for method, cells in run.beside_others(whole))
+    rows = [(task, *row) for task, whole, _ in accuracies() for row in run.beside_others(whole)]
+    if rows:
+        yield "", "method", "pairs", "Dice", "HD95, mm", "folds, %", "s", *(f"{method}, Dice" for method in run.BESIDE)
+    yield from ((task, method, *cells) for task, method, cells in rows)
 
 
 # ---- shifts and rotations -------------------------------------------------------------------------------------------
