@@ -5,7 +5,8 @@
 DATA is the folder described in `prepare.py`; its folder `retina` holds DRIVE's vessel segmentations. Slices at the same
 place in several subjects are stored together: at a fraction of the brain's bounding box, or through the centre of an
 organ. Each is cropped to its foreground and stretched to 176 × 176, with its labels. Only training subjects are packed;
-the last three of each set are marked as `dev`. Of `retina`, all 20 images are packed, in the order of file names.
+the last three of each set are marked as `dev` and have slices at fewer places. Of `retina`, all 20 images are packed,
+in the order of file names.
 """
 
 from __future__ import annotations
@@ -25,10 +26,28 @@ from carlreg.geometry.resizing import resize, resize_labels
 from carlreg.paper_data import retina
 
 SIDE = 176
-FRACTIONS = (0.35, 0.5, 0.65)
-MOST = {"hippocampus": 22}
+FRACTIONS, MORE_FRACTIONS = (0.35, 0.5, 0.65), (0.2, 0.28, 0.42, 0.58, 0.72, 0.8)
+"""Places of all subjects, and further ones of those to train on."""
+HEART, MORE_HEART = (0.25, 0.5, 0.75), (0.1, 0.38, 0.62, 0.9)
+MOST = {"hippocampus": 60}
 """Use only so many training subjects of a set."""
 KIDNEYS = (2, 3)
+Organs = tuple[tuple[int, tuple[int, ...]], ...]
+ORGANS: Organs = ((2, (6,)), (2, (1,)), (2, KIDNEYS), (2, (11,)), (1, KIDNEYS), (1, (6,)), (0, (6,)))
+"""Places of abdomens: the axis across a slice, and the organs through whose centre it passes."""
+MORE_ORGANS: Organs = (
+    (2, (7,)),
+    (2, (4,)),
+    (2, (12, 13)),
+    (2, (8,)),
+    (1, (8,)),
+    (1, (11,)),
+    (0, (8,)),
+    (0, (2,)),
+    (0, (3,)),
+)
+MR_ORGANS: Organs = ORGANS[:3]
+MORE_MR_ORGANS: Organs = ((2, (2,)), (2, (3,)), (2, (1, 6)))
 LUNG_WINDOW = (-1000.0, 275.0)
 Volume = NDArray[np.float32]
 Place = tuple[int, int]
@@ -73,7 +92,7 @@ def slices(data: Path, name: str) -> Bank:
     ]
     for number, (path, is_dev) in enumerate(chosen):
         scan, labels = volumes(path, name)
-        for place, (axis, index) in places(scan, labels, name):
+        for place, (axis, index) in places(scan, labels, name, more=not is_dev):
             image, map_ = (np.take(part, index, axis) for part in (scan, labels))
             box = foreground(image)
             is_map = name == "brain_maps"
@@ -105,29 +124,28 @@ def read(path: Path) -> Volume:
     return np.asarray(nib.as_closest_canonical(nib.load(path)).dataobj).astype(np.float32)
 
 
-def places(scan: Volume, labels: Volume, name: str) -> Iterator[tuple[int, Place]]:
+def places(scan: Volume, labels: Volume, name: str, *, more: bool) -> Iterator[tuple[int, Place]]:
     """The places of a set and where they are in this scan; those through organs that it does not show are left out."""
     if name in ("abdomen", "abdomen_mr"):
-        organs = [(2, (6,)), (2, (1,)), (2, KIDNEYS)]
-        if name == "abdomen":
-            organs += [(2, (11,)), (1, KIDNEYS), (1, (6,)), (0, (6,))]
-        for number, (axis, values) in enumerate(organs):
+        organs, others = (ORGANS, MORE_ORGANS) if name == "abdomen" else (MR_ORGANS, MORE_MR_ORGANS)
+        for number, (axis, values) in enumerate((*organs, *others) if more else organs):
             where = np.isin(labels, values).nonzero()[axis]
             if where.size:
                 yield number, (axis, round(where.mean()))
         return
-    axes: tuple[int, ...]
-    fractions: tuple[float, ...]
+    axes: tuple[int, ...] = (0, 1, 2)
+    fractions: tuple[float, ...] = FRACTIONS
+    further: tuple[float, ...] = MORE_FRACTIONS
     if name == "cardiac":
-        shown, axes, fractions = labels == 3, (2,), (0.25, 0.5, 0.75)
+        shown, axes, fractions, further = labels == 3, (2,), HEART, MORE_HEART
     elif name in ("brain", "brain_maps"):
-        shown, axes, fractions = scan > 0 if name == "brain" else labels > 0, (0, 1, 2), FRACTIONS
+        shown = scan > 0 if name == "brain" else labels > 0
     else:
-        shown, axes, fractions = scan > 0.1 * scan.max(), (0, 1, 2), (0.5,)
+        shown, fractions, further = scan > 0.1 * scan.max(), (0.5,), (0.35, 0.65)
     for axis in axes:
         where = shown.any(axis=tuple({0, 1, 2} - {axis})).nonzero()[0]
-        for fraction in fractions:
-            yield 10 * axis + round(10 * fraction), (axis, round(where[0] + fraction * (where[-1] - where[0])))
+        for fraction in (*fractions, *further) if more else fractions:
+            yield 100 * axis + round(100 * fraction), (axis, round(where[0] + fraction * (where[-1] - where[0])))
 
 
 def foreground(image: Volume) -> tuple[slice, ...]:
