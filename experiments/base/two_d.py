@@ -120,14 +120,14 @@ RESERVE = 8.0
 
 FACTS = {
     "name": "carl-2d",
-    "version": "1",
+    "version": "2",
     "intensities": "0 to 1",
     "training": "experiments/base/two_d.py, in changed contrasts, with labels and true maps in the loss; "
     "see experiments/LEDGER.md",
     "data": "DRIVE vessel segmentations (11 retinas), slices of OASIS brain MRI with Neuromorphometrics labels (12 "
     "subjects), of IBSR brain MRI with its labels (11), of SynthSeg's label maps of heads (17), of BTCV abdominal CT "
     "with its labels (17), of CHAOS abdominal MRI with its labels (8), of ACDC cine MRI of hearts with its labels (27 "
-    "patients), of MSD hippocampus MRI with its labels (22) and of lung CT of the plastimatch and elastix projects "
+    "patients), of MSD hippocampus MRI with its labels (60) and of lung CT of the plastimatch and elastix projects "
     "(one pair each), and random procedural anatomy",
     "licence": "for research use only; trained on data under CC BY-NC (OASIS with Neuromorphometrics labels), CC "
     "BY-NC-SA 4.0 (CHAOS, ACDC), CC BY-SA 4.0 (MSD), research terms (DRIVE, IBSR, BTCV), Apache-2.0 (SynthSeg, "
