@@ -20,8 +20,9 @@ from test_rigid_regions import SPACING, grid_points, missing_rigidity, scans  # 
 from carlreg import Identity, optimize_fields, register
 from carlreg.cli import main
 from carlreg.files.images import Image
-from carlreg.files.world_transform import WorldTransform, invert, jacobian_determinant
+from carlreg.files.world_transform import WorldTransform, invert, jacobian_determinant, to_world
 from carlreg.geometry.jacobian import folding
+from carlreg.geometry.transforms import DisplacementField
 from carlreg.objective.guide import Guide
 from carlreg.objective.rigidity import Rigidity
 
@@ -94,4 +95,14 @@ def test_a_gpu_inverts_as_a_cpu_does() -> None:
     assert inside.mean() > 0.8
     assert max(missed[inside].max(), left[inside].max()) < 1e-3  # mm
     assert np.abs(here.displacement - inverse.displacement)[inside].max() < 4e-3  # both are within the tolerance
+    assert np.abs(here.displacement).max() > 1
+
+
+def test_a_gpu_samples_a_map_as_a_cpu_does() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    coarse = 0.03 * torch.randn(1, 3, 6, 7, 5, generator=numbers)
+    phi = DisplacementField(torch.nn.functional.interpolate(coarse, (20, 22, 18), mode="trilinear", align_corners=True))
+    fixed, moving = (Image(np.zeros(shape, np.float32), np.diag([1.0, 1.2, 2.0, 1.0])) for shape in [(30, 28, 26)] * 2)
+    here, there = (to_world(phi, fixed, moving, np.eye(4), device=device) for device in ("cpu", "cuda"))
+    assert np.abs(here.displacement - there.displacement).max() < 1e-4  # mm
     assert np.abs(here.displacement).max() > 1

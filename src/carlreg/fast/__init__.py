@@ -36,6 +36,17 @@ def why_not(device: int) -> str | None:
     return None
 
 
+@functools.cache
+def wake(device: torch.device) -> None:
+    """Load the libraries of a GPU, which takes about a second: in a thread, it can be done while scans are read."""
+    if device.type != "cuda":
+        return
+    image = torch.ones(1, 1, 8, 8, 8, device=device)
+    torch.nn.functional.conv3d(image.bfloat16(), image[..., :3, :3, :3].bfloat16())
+    image.flatten(2) @ image.flatten(2).mT
+    sample(image, torch.full((1, 8, 3), 0.5, device=device))
+
+
 def descends_on(image: Tensor) -> bool:
     """Whether `kernels.descent` takes images like this one."""
     return image.dtype == torch.float32 and runs_on(image)

@@ -35,6 +35,8 @@ PointMap = Callable[[Matrix], Matrix]
 
 SLAB = 2**19
 """Voxels computed at a time, so that large images need little memory beyond their own."""
+GPU_SLAB = 2**22
+"""The same on a GPU, where few large slabs are faster."""
 SMALL = 2**12
 """Grids with fewer voxels are inverted without a coarser one."""
 FLATTEST = 0.1
@@ -169,28 +171,36 @@ class ItkTransform:
 
 
 def to_world(
-    phi: Transform, fixed: Image, moving: Image, affine: Matrix | None = None, *, grid: Image | None = None
+    phi: Transform,
+    fixed: Image,
+    moving: Image,
+    affine: Matrix | None = None,
+    *,
+    grid: Image | None = None,
+    device: torch.device | str = "cpu",
 ) -> WorldTransform:
     """T = U_M ∘ φ ∘ U_F⁻¹ for φ from `fixed`'s to `moving`'s unit coordinates (a batch of one), the images whose unit
     coordinates those are. U takes unit coordinates to the world.
 
     u lies on the voxels of `grid`, an image in the fixed image's world (`fixed` itself if none is given): the scan as
     it is stored, where `fixed` is the scan as the network saw it. `affine` (D + 1, D + 1) is the part A; see `sample`.
+    φ is evaluated on the `device`.
 
     >>> T = to_world(model(moving_tensor, fixed_tensor), to_closest_ras(fixed), to_closest_ras(moving), grid=fixed)
     """
     grid = grid or fixed
-    phi = phi.map_tensors(lambda tensor: tensor.detach().cpu().float())
+    phi = phi.map_tensors(lambda tensor: tensor.detach().to(device).float())
     to_unit, to_moving = fixed.world_to_unit() @ grid.affine, moving.unit_to_world()
     straight = to_moving @ to_unit - grid.affine  # T(x) − x if φ is the identity
     common = straight @ _centre(grid)
 
     def shift(box: Box) -> Tensor:
-        unit = _affine_on(to_unit, box)
+        unit = _affine_on(to_unit, box, device=device)
         moved = phi(unit.reshape(1, -1, grid.dim))
         if len(moved) != 1:
             raise InputError(f"phi holds a batch of {len(moved)} maps; expected one: use phi[0:1]")
-        return _affine_on(straight, box, common) + _turned(moved.reshape(unit.shape) - unit, to_moving)
+        turned = _turned(moved.reshape(unit.shape) - unit, to_moving)
+        return (_affine_on(straight, box, common, device=device) + turned).cpu()
 
     return _decompose(shift, common[:-1], grid, affine)
 
@@ -282,13 +292,19 @@ def _centre(grid: Image) -> Matrix:
     return np.array([*((n - 1) / 2 for n in grid.shape), 1.0])
 
 
-def _affine_on(matrix: Matrix, box: Box, minus: Matrix | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def _affine_on(
+    matrix: Matrix,
+    box: Box,
+    minus: Matrix | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """matrix · index − minus, at the indices of a box: (*sides, D)."""
     dim = len(box)
-    total = torch.from_numpy(matrix[:-1, -1] - (0 if minus is None else minus[:-1])).to(dtype)
+    total = torch.from_numpy(matrix[:-1, -1] - (0 if minus is None else minus[:-1])).to(device, dtype)
     for axis, rows in enumerate(box):
-        line = np.arange(rows.start, rows.stop)[:, None] * matrix[:-1, axis]
-        total = total + torch.from_numpy(line).to(dtype).reshape([-1 if a == axis else 1 for a in range(dim)] + [dim])
+        line = torch.from_numpy(np.arange(rows.start, rows.stop)[:, None] * matrix[:-1, axis]).to(device, dtype)
+        total = total + line.reshape([-1 if a == axis else 1 for a in range(dim)] + [dim])
     return total
 
 
@@ -351,12 +367,13 @@ def invert(
     shift, residual = itk_order(np.empty((*grid.shape[::-1], grid.dim), np.float32)), np.empty(grid.shape, np.float32)
     equation = _Equation.of(transform).to(device)
     coarse = _solve_coarsely(equation, to_index, grid.shape, steps, tolerance)
-    for box in _slabs(grid):
-        goal = _affine_on(to_index, box)  # A(x + u(x)) = y is x + u(x) = A⁻¹ y, in indices of u's lattice
+    for box in _slabs(grid, GPU_SLAB if equation.displacement.is_cuda else SLAB):
+        # A(x + u(x)) = y is x + u(x) = A⁻¹ y, in indices of u's lattice
+        goal = _affine_on(to_index, box, device=equation.displacement.device)
         start = goal if coarse is None else goal + _doubled(coarse, box)
         solution, left = equation.solve_on(goal, start, steps, tolerance)
-        shift[box] = _turned(solution - goal, to_moving).numpy()
-        residual[box] = torch.where(transform.contains(solution), _turned(left, to_moving).norm(dim=-1), np.nan).numpy()
+        missed = torch.where(transform.contains(solution), _turned(left, to_moving).norm(dim=-1), torch.nan)
+        shift[box], residual[box] = _turned(solution - goal, to_moving).numpy(force=True), missed.numpy(force=True)
     return WorldTransform(undo, shift, grid.index_to_world()), residual
 
 
@@ -371,7 +388,7 @@ def _solve_coarsely(
     doubled = to_index @ np.diag([*(2.0,) * len(sides), 1.0])
     coarser = _solve_coarsely(equation, doubled, sides, steps, tolerance)
     box = tuple(slice(0, n) for n in sides)
-    goal = _affine_on(doubled, box)
+    goal = _affine_on(doubled, box, device=equation.displacement.device)
     start = goal if coarser is None else goal + _doubled(coarser, box)
     return equation.solve_on(goal, start, steps, tolerance)[0] - goal
 
@@ -468,10 +485,9 @@ class _Equation:
         return left, sum(one.square() for one in lengths).sqrt(), slopes
 
     def solve_on(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
-        """`solve` at points (..., D)."""
-        there, device = self.displacement.device, goal.device
-        ends, here = (points.to(there).reshape(-1, points.shape[-1]).mT.contiguous() for points in (goal, start))
-        found, left = (values.mT.reshape(goal.shape).to(device) for values in self.solve(ends, here, steps, tolerance))
+        """`solve` at points (..., D) on its device."""
+        ends, here = (points.reshape(-1, points.shape[-1]).mT.contiguous() for points in (goal, start))
+        found, left = (values.mT.reshape(goal.shape) for values in self.solve(ends, here, steps, tolerance))
         return found, left
 
     def solve(self, goal: Tensor, start: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -571,7 +587,7 @@ def learn2reg(transform: PointMap, fixed: Image, moving: Image) -> Field:
 
 def _within(index: Tensor, shape: Sequence[int]) -> Tensor:
     """Which fractional indices (..., D) lie on an image of this shape, including its outer half voxel."""
-    return ((index >= -0.5) & (index < torch.tensor(shape) - 0.5)).all(dim=-1)
+    return ((index >= -0.5) & (index < index.new_tensor(shape) - 0.5)).all(dim=-1)
 
 
 def _interpolate(values: npt.NDArray[Any], index: Tensor) -> Tensor:

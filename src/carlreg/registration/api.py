@@ -20,6 +20,7 @@ import torch
 
 from carlreg.errors import InputError
 from carlreg.explain import Explanation, Inside
+from carlreg.fast import wake
 from carlreg.fast.devices import choose_device
 from carlreg.fast.precision import mixed_precision
 from carlreg.files import world_transform
@@ -269,13 +270,16 @@ def align_pair(
     `read` before."""
     device = choose_device(options.device)
     work.begin("reading", earlier=0.0 if read is None else read.seconds)
-    loaded = load_model(model, device)
-    check_without_network(loaded, options)
-    if inputs.is_guided:
-        options.check_guided()
-    if inputs.has_rigid_regions:
-        options.check_rigid_regions()
-    case = Case.read(inputs, options) if read is None else read.case
+    with ThreadPoolExecutor() as pool:  # a GPU and the model take as long as the scans
+        pool.submit(wake, device)
+        reading = pool.submit(lambda: Case.read(inputs, options) if read is None else read.case)
+        loaded = load_model(model, device)
+        check_without_network(loaded, options)
+        if inputs.is_guided:
+            options.check_guided()
+        if inputs.has_rigid_regions:
+            options.check_rigid_regions()
+    case = reading.result()
     loaded = loaded.for_dimension(case.fixed.dim)
     before: PointMap = (lambda points: points) if case.initial is None else case.initial
     made = _best(loaded, case, options, work, callback, device)

@@ -160,11 +160,12 @@ def solve(
             progress.warn(f"the optimisation ended early: {optimization.result.stopped}")
         chosen["io_kept"] = _kept(optimization, start)
     progress.begin("world_space")
-    forward = maps[0].map_tensors(lambda tensor: tensor.detach().float().cpu())
     if kind != "deformable":
+        forward = maps[0].map_tensors(lambda tensor: tensor.detach().float().cpu())
         return Solution(fit_to_dense(forward, pair, kind), {}, optimization, **chosen)
-    metrics = {"inverse_consistency_mm": _inverse_consistency(maps, pair)}
-    world = world_transform.to_world(forward, pair.fixed.image, pair.moving.image, grid=grid)
+    metrics, device = {"inverse_consistency_mm": _inverse_consistency(maps, pair)}, pair.fixed.tensor.device
+    used = device if device.type == "cuda" else "cpu"
+    world = world_transform.to_world(maps[0], pair.fixed.image, pair.moving.image, grid=grid, device=used)
     return Solution(world, metrics, optimization, **chosen, maps=maps)
 
 
