@@ -176,6 +176,25 @@ def test_the_inverse_of_a_chain(data: Path, tmp_path: Path, run: Run) -> None:  
     assert np.abs(swapped.data - expected.data.astype(float)).max() > 100
 
 
+def test_points_go_back_through_a_chain_of_dense_transforms(tmp_path: Path, run: Run) -> None:  # noqa: F811
+    numbers = np.random.default_rng(0)
+    grid = Image(np.zeros((16, 18, 14), np.float32), np.diag([2.0, 2.0, 2.5, 1.0]))
+    for name in ("a.h5", "b.h5"):
+        coarse = torch.from_numpy(numbers.normal(size=(1, 3, 4, 4, 4))).float()
+        shift = torch.nn.functional.interpolate(coarse, grid.shape, mode="trilinear", align_corners=True)
+        moves = WorldTransform(np.eye(4), shift[0].movedim(0, -1).numpy(), grid.affine)
+        transform_files.write(moves, tmp_path / name)
+    points = numbers.uniform(8, 22, (20, 3))
+    np.savetxt(tmp_path / "fixed.csv", points, delimiter=",", header="x,y,z", comments="")
+    chain = ["-t", tmp_path / "a.h5", "-t", tmp_path / "b.h5"]
+    there, back = tmp_path / "moving.csv", tmp_path / "back.csv"
+    assert run("warp-points", "-p", tmp_path / "fixed.csv", *chain, "--from", "fixed", "-o", there)[0] == 0
+    assert run("warp-points", "-p", there, *chain, "--from", "moving", "-o", back)[0] == 0
+    moved, returned = (np.loadtxt(path, delimiter=",", skiprows=1)[:, :3] for path in (there, back))
+    assert np.linalg.norm(moved - points, axis=1).max() > 1
+    assert np.linalg.norm(returned - points, axis=1).max() < 1e-2
+
+
 def test_the_wrong_direction_of_a_chain_is_noticed(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
     first, last = tmp_path / "first", tmp_path / "last"
     assert run(*pair(data, first, "--no-html", "--transform", "rigid"))[0] == 0

@@ -117,13 +117,17 @@ def warp_points(
     _warn_if_outside(source, transform, mapping, side == "moving")
     if side == "fixed":
         moved = mapping(source.positions)
-    elif isinstance(mapping, WorldTransform):
-        moved, residual = world_transform.invert_points(mapping, source.positions)
-        doubtful = int((~(residual < 0.1)).sum())
-        if doubtful:
-            message(f"{doubtful} of {len(moved)} points lie outside the fixed image, or where the transform folds")
     else:
-        raise InputError(f"{transform[0]} cannot be inverted; give the transform of the other direction, --from fixed")
+        moved, doubtful = source.positions, np.zeros(len(source.positions), bool)
+        for path in reversed(transform):  # one by one, which needs no inverse of the whole chain
+            one = _read([path])
+            if not isinstance(one, WorldTransform):
+                raise InputError(f"{path} cannot be inverted; give the transform of the other direction, --from fixed")
+            moved, residual = world_transform.invert_points(one, moved)
+            doubtful |= ~(residual < 0.1)
+        if doubtful.any():
+            count = f"{doubtful.sum()} of {len(moved)} points"
+            message(f"{count} lie outside the fixed image, or where the transform folds")
     if not np.isfinite(moved).all():
         raise InputError(f"{transform[0]} maps points of {points} to infinity; expected a transform of these images")
     column = None
