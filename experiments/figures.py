@@ -797,16 +797,25 @@ def template() -> Iterator[Sequence[str]]:
 METHODS = ("majority", "local", "joint")
 
 
-@table
-def segmentation() -> Iterator[Sequence[str]]:
+def segmented(name: str) -> Iterator[Sequence[str]]:
+    """Dice of each validation subject of a set, and the mean."""
     yield "subject", "one atlas", *METHODS
-    rows = result("segment/results/hippocampus.json")["val"]
     every = []
-    for row in rows:
+    for row in result(f"segment/results/{name}.json")["val"]:
         each = {one["fusion"]: one["dice"] for one in row["fusions"]}
         every.append([mean(row["one_atlas"].values()), *(each[method] for method in METHODS)])
         yield row["subject"].replace("_", " "), *three(every[-1])
     yield "mean", *three(map(mean, zip(*every, strict=True)))
+
+
+@table
+def segmentation() -> Iterator[Sequence[str]]:
+    yield from segmented("hippocampus")
+
+
+@table
+def segmentation_brain() -> Iterator[Sequence[str]]:
+    yield from segmented("brain")
 
 
 @table
