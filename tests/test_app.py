@@ -340,6 +340,57 @@ def test_the_page_offers_what_its_messages_advise(tab: Page, tmp_path: Path) -> 
         assert (options["frame"], options["nan"]) == ([1, 0], 0)
 
 
+@pytest.mark.browser
+@needs_browser
+def test_a_drop_without_a_file_is_explained(tab: Page) -> None:
+    drop_nothing = "dispatchEvent(new DragEvent('drop', {dataTransfer: new DataTransfer(), bubbles: true}))"
+    with running() as server:
+        opened(tab, server)
+        for place, words in (
+            ("document.querySelector('[data-side=fixed]')", "There was no file in what you dropped. "),
+            ("byId('form')", "That was dropped beside the zones. "),
+        ):
+            tab.get(f"{place}.{drop_nothing}")
+            tab.wait(f"byId('notes').textContent.startsWith({words!r})")
+            assert tab.get("document.querySelectorAll('.note').length") == 1
+        assert tab.complaints == []
+        tab.open(server.url, width=390, height=500)
+        tab.wait("document.body.dataset.ready === 'yes'")
+        tab.get("(byId('more').open = true, scrollTo(0, 1e4))")
+        tab.get("(byId('start').disabled = false, byId('start').click())")
+        tab.wait("byId('notes').textContent.includes('there is no fixed image')")
+        top, bottom = tab.get("(({top, bottom}) => [top, bottom])(byId('notes').getBoundingClientRect())")
+        assert 0 <= top < bottom <= 500  # it can be seen, though the button is far below
+
+
+@pytest.mark.browser
+@needs_browser
+def test_two_tabs(tab: Page, tmp_path: Path) -> None:
+    """What one tab does is not mistaken in the other, for which the test sends requests itself."""
+    (fixed, moving), out = scans(tmp_path), save(tmp_path)
+    with running() as server:
+        opened(tab, server)
+        for side, path in (("fixed", fixed), ("moving", moving)):
+            drop(tab, side, path)
+        assert upload(server, fixed.name, moving.read_bytes())[0] == 200  # by its name, the same file
+        tab.get("byId('start').click()")
+        tab.wait("byId('notes').textContent.startsWith('another tab has changed the files; reload this page')")
+        assert server.job is None
+
+        opened(tab, server)
+        job = server.job = StandIn(jobs.Task({}, str(out)), jobs.Status("running", "optimisation", 60))  # type: ignore[assignment]
+        tab.get("byId('start').click()")
+        tab.wait("!byId('job').hidden")
+        assert tab.get("byId('notes').textContent").startswith("a registration is running already")
+        assert tab.get("byId('phase').textContent") == "optimisation, 60 %, 3 s"
+        job.status = jobs.Status("done")
+        for _ in range(2):  # both tabs may have seen that it is done
+            assert post(server, "show")[0] == 200
+        tab.wait("location.pathname.endsWith('/view') && document.body.dataset.ready === 'yes'")
+        assert [scene.folder for scene in server.scenes] == [out]
+        assert post(server, "show", b'{"result": 7}')[0] == 400
+
+
 def test_the_command_serves_until_it_is_stopped() -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
     command = [sys.executable, "-m", "carlreg", "app", "--no-browser"]

@@ -54,6 +54,7 @@ class App(Server):
         super().__init__(None, port, model=model)
         self.out = out
         self.folder = Path(tempfile.mkdtemp(prefix="carl-app-"))  # which nobody else may read
+        self.changes = dict.fromkeys(INPUTS, 0)  # how often the uploads of each were replaced or removed
 
     def server_close(self) -> None:
         """Stop serving, end a registration that runs, and remove the uploads."""
@@ -69,8 +70,6 @@ class App(Server):
     def respond_from_scene(self, name: str, options: dict[str, str]) -> Response:
         if name == "app.json":
             return to_json(self.describe())
-        if name == "job.json" and self.job is not None:
-            return to_json(self.describe_job(self.job))
         return super().respond_from_scene(name, options)
 
     def describe(self) -> dict[str, Any]:
@@ -85,13 +84,14 @@ class App(Server):
             "tables": sorted(TABLES),
             "out": None if self.out is None else str(self.out.absolute()),
             "uploads": {name: [path.name for path in self.uploads(name)] for name in INPUTS},
+            "changes": self.changes,
             "job": None if self.job is None else self.describe_job(self.job),
             "has_result": bool(self.scenes),
         }
 
     def describe_job(self, job: Job) -> dict[str, Any]:
-        """How far a registration is; its message names files as the user dropped them, and what the page has."""
-        state = job.describe()
+        """Its message names files as the user dropped them, and what the page has."""
+        state = super().describe_job(job)
         for name in INPUTS:
             folder = str(self.folder / name)
             state["message"] = state["message"].replace(folder + os.sep, "").replace(folder, "the dropped folder")
@@ -109,15 +109,21 @@ class App(Server):
         with self.lock:
             if name == "start":
                 self.start(self.task(value))
-            elif (folder := self.folder_of(options)).exists():
-                shutil.rmtree(folder)
-        return to_json({})
+                return to_json({})
+            return self.remove(options)
 
     def folder_of(self, options: dict[str, str]) -> Path:
         """Where the files of one of `INPUTS` are stored."""
         if "side" not in options:
             raise Refusal(400, "the request does not name an input")
         return self.folder / choice_of(options, "side", INPUTS)
+
+    def remove(self, options: dict[str, str]) -> Response:
+        """Remove the files of one of `INPUTS`."""
+        folder = self.folder_of(options)
+        shutil.rmtree(folder, ignore_errors=True)
+        self.changes[folder.name] += 1
+        return to_json({"changes": self.changes[folder.name]})
 
     def upload(self, body: BufferedIOBase, length: int, options: dict[str, str]) -> Response:
         """Store a file that belongs to one of `INPUTS`; its first one replaces those of before."""
@@ -127,7 +133,9 @@ class App(Server):
                 413, f"the file has {length / 1e6:.0f} MB, more than the disk has room for; type its path instead"
             )
         if options.get("first") == "1":
-            shutil.rmtree(folder, ignore_errors=True)
+            with self.lock:
+                self.remove(options)
+        changes = self.changes[folder.name]
         folder.mkdir(exist_ok=True)
         path, left = free_name(folder / safe_name(options.get("name", ""))), length
         try:
@@ -139,7 +147,7 @@ class App(Server):
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return to_json({"name": path.name})
+        return to_json({"name": path.name, "changes": changes})
 
     def uploads(self, name: str) -> list[Path]:
         return sorted(path for path in (self.folder / name).glob("*") if path.is_file())
@@ -159,8 +167,11 @@ class App(Server):
 
     def task(self, value: dict[str, Any]) -> Task:
         """The registration that the page asks for."""
-        paths = value.get("paths")
+        paths, seen = value.get("paths"), value.get("changes")
         typed = paths if isinstance(paths, dict) else {}
+        used = [name for name in INPUTS if not typed.get(name)]
+        if isinstance(seen, dict) and any(seen.get(name) != self.changes[name] for name in used):
+            raise Refusal(409, "another tab has changed the files; reload this page to see which ones are there")
         inputs = {name: path for name in INPUTS if (path := self.source(name, typed.get(name))) is not None}
         for name in ("fixed", "moving"):
             if name not in inputs:

@@ -10,6 +10,7 @@ function note(text) {
   line.setAttribute("role", "alert");
   line.textContent = text;
   byId("notes").append(line);
+  line.scrollIntoView({ block: "nearest" });  // the button to register may be far below
 }
 const clear = () => byId("notes").replaceChildren();
 const careful = (action) => (...values) => Promise.resolve().then(() => action(...values)).catch((error) => note(error.message));
@@ -28,7 +29,7 @@ function send(side, file, first, report) {
     upload.open("POST", `upload?side=${side}&first=${first ? 1 : 0}&name=${encodeURIComponent(file.name)}`);
     upload.setRequestHeader("X-Carl-Token", app.token);
     upload.upload.onprogress = (event) => report(event.loaded / (event.total || 1));
-    upload.onload = () => (upload.status === 200 ? done() : fail(new Error(upload.responseText.trim() || "the upload failed")));
+    upload.onload = () => (upload.status === 200 ? done(JSON.parse(upload.responseText)) : fail(new Error(upload.responseText.trim() || "the upload failed")));
     upload.onerror = () => fail(new Error(`${file.name} could not be sent. Is carl app still running, and is there room on the disk?`));
     upload.send(file);
   });
@@ -44,7 +45,8 @@ async function take(side, zone, files) {
   try {
     let sent = 0;
     for (const [n, file] of files.entries()) {
-      await send(side, file, n === 0, (share) => { zone.chosen.textContent = `sending, ${Math.round((100 * (sent + share * file.size)) / (total || 1))} %`; });
+      const kept = await send(side, file, n === 0, (share) => { zone.chosen.textContent = `sending, ${Math.round((100 * (sent + share * file.size)) / (total || 1))} %`; });
+      if (n === 0) zone.changes = kept.changes;
       sent += file.size;
     }
     zone.path.value = "";
@@ -56,7 +58,9 @@ async function take(side, zone, files) {
   } finally { busy--; refresh(); }
 }
 
-const remove = (side) => request(`remove?side=${side}`, {});
+async function remove(side) {
+  zones[side].changes = (await request(`remove?side=${side}`, {})).changes;
+}
 
 function fill(zone, names) {
   zone.names = names;
@@ -98,7 +102,10 @@ function build(section) {
   section.ondrop = careful(async (event) => {
     event.preventDefault();
     section.classList.remove("over");
-    await take(side, zone, await dropped(event.dataTransfer));
+    const files = await dropped(event.dataTransfer);
+    if (files.length) return take(side, zone, files);
+    clear();
+    throw new Error("There was no file in what you dropped. Drop a file, a folder that holds files, or both files of an image.");
   });
 }
 
@@ -119,7 +126,8 @@ function chosen() {
   const paths = Object.fromEntries(Object.keys(zones).map((side) => [side, zones[side].path.value]));
   const network = byId("refine").disabled || byId("refine").checked;
   const typed = (id) => byId(id).value.trim() || null;
-  return { paths, transform: byId("transform").value, model: byId("model").value, io_iterations: network ? null : 0,
+  const changes = Object.fromEntries(Object.entries(zones).map(([side, zone]) => [side, zone.changes]));
+  return { paths, changes, transform: byId("transform").value, model: byId("model").value, io_iterations: network ? null : 0,
     fixed_series: typed("fixed_series"), moving_series: typed("moving_series"),
     frame: typed("time_point"), channel: typed("channel"), nan: typed("nan"),
     label_names: typed("names"), out: typed("out"), overwrite: byId("overwrite").checked };
@@ -128,6 +136,7 @@ function chosen() {
 async function follow() {
   const job = await request("job.json");
   byId("job").hidden = job.state !== "running";
+  if (job.state === "none") return location.assign("view");  // another tab has shown the result
   byId("progress").value = job.percent;
   byId("phase").textContent = `${job.phase}, ${job.percent} %, ${job.seconds} s`;
   document.title = job.state === "running" ? `${job.percent} % · carl app` : "carl app";
@@ -139,22 +148,44 @@ async function follow() {
   location.assign("view");
 }
 
+/** Start a registration, or follow the one that another tab has started. */
+async function begin() {
+  try {
+    await request("start", chosen());
+  } catch (error) {
+    if ((await request("job.json")).state !== "running") throw error;
+    note(error.message);
+  }
+  byId("job").hidden = false;
+  refresh();
+  await follow();
+}
+
 async function start() {
   document.querySelectorAll(".drop").forEach(build);
-  for (const kind of ["dragover", "drop"]) document.addEventListener(kind, (event) => event.preventDefault());  // do not open the file instead
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();  // do not open the file instead
+    if (event.target.closest(".drop")) return;
+    clear();
+    note("That was dropped beside the zones. Drop it on the one for the fixed or for the moving image.");
+  });
   app = await request("app.json");
   for (const name of app.models) byId("model").add(new Option(name, name));
   if (app.model) byId("model").add(new Option(app.model.split(/[/\\]/).pop(), app.model, true, true));
   for (const name of app.tables) byId("tables").append(new Option(name, name));
   byId("out").placeholder = app.out ? `a new folder in ${app.out}` : "none: download what you want to keep before you stop carl app";
   byId("last").hidden = !app.has_result;
-  for (const [side, names] of Object.entries(app.uploads)) fill(zones[side], names);
+  for (const [side, names] of Object.entries(app.uploads)) {
+    zones[side].changes = app.changes[side];
+    fill(zones[side], names);
+  }
   byId("more").open = zones.fixed_seg.names.length + zones.moving_seg.names.length > 0;
   byId("transform").onchange = byId("model").onchange = refresh;
   byId("form").onsubmit = (event) => {
     event.preventDefault();
     clear();
-    careful(async () => { await request("start", chosen()); byId("job").hidden = false; refresh(); await follow(); })();
+    careful(begin)();
   };
   byId("cancel").onclick = careful(() => request("cancel", {}));
   refresh();

@@ -317,6 +317,7 @@ const sent = () => ({ pairs: pairs.map((pair) => [...lps(pair.fixed), ...lps(pai
 
 async function follow() {
   const job = await request("job.json");
+  if (job.state === "none") return location.reload();  // another tab has shown the result
   byId("job").hidden = job.state !== "running";
   byId("again").disabled = job.state === "running" || !pairs.length;
   byId("progress").value = job.percent;

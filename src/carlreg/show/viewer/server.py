@@ -42,6 +42,8 @@ ASSETS = {
 }
 LARGEST_BODY = 1_000_000
 """Bytes of a request, other than an upload."""
+NO_JOB = {"state": "none"}
+"""What the page is told if nothing runs, or if another tab has shown the result already."""
 DOWNLOAD = "files/"
 """Before the names of files of the result that can be saved."""
 HEADERS = {
@@ -158,14 +160,18 @@ class Server(ThreadingHTTPServer):
             return to_json(self.scene.match(_point(options), start=start))
         if name == "at.json":
             return to_json(self.scene.at(choice_of(options, "side", tuple(self.scene.sides)), _point(options)))
-        if name == "job.json" and self.job is not None:
-            return to_json(self.job.describe())
+        if name == "job.json":
+            return to_json(NO_JOB if self.job is None else self.describe_job(self.job))
         if name.endswith(".nii") and (volume := name.removesuffix(".nii")) in self.scene.volumes:
             return Response("application/octet-stream", nifti(self.scene.volume(volume)))
         if name.startswith(DOWNLOAD) and (file := self.scene.file(name.removeprefix(DOWNLOAD))) is not None:
             attached = {"Content-Disposition": f'attachment; filename="{file.name}"'}
             return Response("application/octet-stream", file.read_bytes(), VIEWER_HEADERS | attached)
         raise Refusal(404, "there is nothing here")
+
+    def describe_job(self, job: Job) -> dict[str, Any]:
+        """How far a registration is, for the page."""
+        return job.describe()
 
     # ---- requests that change something ----
 
@@ -199,14 +205,14 @@ class Server(ThreadingHTTPServer):
         self.job = Job(task)
 
     def show(self, result: object) -> None:
-        """Show the result of the job that has ended, or a result of before, by its number."""
+        """Show a result of before, by its number, or that of the job that has ended, if no other tab has done so."""
         if isinstance(result, int) and 0 <= result < len(self.scenes):
             self.scenes.append(self.scenes.pop(result))
         elif self.job is not None and self.job.status.state == "done":
             scene = load_scene(self.job.task.out, trust=self.trust)
             self.scenes = [*(one for one in self.scenes if one.folder != scene.folder), scene]  # it may be replaced
             self.job = None
-        else:
+        elif result is not None or self.job is not None or not self.scenes:
             raise Refusal(400, "there is no such result")
 
 
