@@ -734,6 +734,28 @@ def test_labels_of_138_structures(tab: Page, tmp_path: Path) -> None:
 
 @pytest.mark.browser
 @needs_browser
+@pytest.mark.parametrize("width", [1400, 1000])
+def test_the_images_stay_where_they_are(tab: Page, tmp_path: Path, width: int) -> None:
+    """Explanations of views and names of structures come and go, and must not move what they are about."""
+    pair = structures()
+    show(tab, report.write(pair, tmp_path / "report.html"), width=width, height=900)
+    box = "(one) => Object.values(one.getBoundingClientRect().toJSON())"
+    boxes = f"Array.from(document.querySelectorAll('.plane canvas'), {box})"
+    first = tab.get(boxes)
+    seen = set()
+    for view in tab.get("Array.from(document.getElementById('view').options, (o) => o.value)"):
+        tab.choose("#view", view)
+        for u in (0.02, 0.5):  # without a structure and in one
+            tab.get(f"(state.point = [{u}, {u}, {u}], document.getElementById('frame').click())")
+            tab.settle()
+            seen.add(tab.get("document.getElementById('structure').textContent") == "")
+            assert tab.get(boxes) == first
+    assert seen == {True, False}
+    assert tab.get("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.browser
+@needs_browser
 def test_a_complaint_is_noticed(tmp_path: Path) -> None:
     """The test above relies on this: errors and requests are recorded."""
     path = tmp_path / "bad.html"

@@ -586,6 +586,7 @@ async function start() {
     byId("frame").textContent = state.frame;
     byId("structure").textContent = [["fixed", state.point], ["moving", moved]]
       .map(([side, point]) => [side, nameAt(side, point)]).filter(([, name]) => name).map((words) => words.join(": ")).join(", ");
+    byId("structure").title = byId("structure").textContent;  // of which a narrow screen shows only a part
     byId("legend").innerHTML = legend(data, state.view);
     byId("mixing").hidden = state.view !== "blend";
     const [low, high] = range(data.fixed, state), changed = state.level.shift || state.level.stretch !== 1;
