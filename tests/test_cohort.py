@@ -621,6 +621,12 @@ def test_the_gallery_in_a_browser(data: Path, tmp_path: Path) -> None:
         page.wait("document.body.dataset.ready === 'yes'")
         page.wait("document.querySelector('img').naturalWidth > 300")
         assert page.get("document.getElementById('counts').textContent").startswith("300 of 302 pairs registered")
+        mark = "document.querySelectorAll('.mark')[{}]"  # good, failed, doubtful, as made above
+        boxes = [page.get(f"getComputedStyle({mark.format(n)}).backgroundColor") for n in range(3)]
+        green, red, amber = ([int(part) for part in box[4:-1].split(",")] for box in boxes)
+        assert red[0] > max(red[1:]) + 20
+        assert green[1] > max(green[0], green[2]) + 15
+        assert min(amber[:2]) > amber[2] + 40
         assert 120 <= len(page.get(names)) < 302, "only what is near the window is drawn"
         page.get("window.scrollTo(0, 1e7)")
         page.wait(f"{names}.length >= 240")
