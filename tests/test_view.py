@@ -648,7 +648,10 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
     sides = "Object.values(panels).map(({figure}) => [figure.clientWidth, figure.clientHeight])"
     widths, heights = zip(*tab.get(sides), strict=True)
     assert sum(widths) > 880  # the panels fill the window
-    assert min(heights) > 470
+    assert min(heights) > 450
+    tab.mouse("mouseMoved", 450, 300, "none")
+    tab.wait("byId('under').textContent")
+    assert list(map(list, zip(widths, heights, strict=True))) == tab.get(sides)  # what is under the mouse moves nothing
     box = "(({left, top, width, height}) => [left, top, width, height])(panels.warped.canvas.getBoundingClientRect())"
     x, y, width, height = (round(n) for n in tab.get(box))
 
@@ -678,6 +681,24 @@ def test_panels_mixtures_and_levels(tab: Page, server: viewer.Server) -> None:
         assert new_high - new_low == pytest.approx((high - low) / 2, rel=0.01)
         assert new_high + new_low == pytest.approx(high + low, rel=0.01, abs=0.5)
     assert np.abs(warped() - plain).max() > 20
+    tab.key("Escape")
+    assert np.array_equal(warped(), plain)
+
+    # A drag with the right button: 100 pixels down is a third of the width, 200 to the right is a factor of e.
+    left, top, wide, high = tile(tab, "fixed")
+    here, point = (left + wide / 2, top + high / 2), shown(tab)
+    there = here[0] - 60, here[1] + 30
+    for kind, place, buttons in (("mousePressed", here, 2), ("mouseMoved", there, 2), ("mouseReleased", there, 0)):
+        tab.mouse(kind, *place, button="right", buttons=buttons, clickCount=1)
+    tab.settle()
+    values = tab.get("Object.values(panels).map((p) => [p.volumes[0].cal_min, p.volumes[0].cal_max])")
+    for (low, high), (new_low, new_high) in zip(before, values, strict=True):
+        assert new_high - new_low == pytest.approx((high - low) * np.exp(-0.3), rel=0.01)
+        assert (new_high + new_low) / 2 == pytest.approx((high + low) / 2 + (high - low) / 10, rel=0.01)
+    assert tab.get("Number(byId('width').value)") == pytest.approx(values[0][1] - values[0][0], rel=0.01)
+    assert np.array_equal(shown(tab), point)  # the place that is shown stays
+    tab.key("Escape")
+    assert np.array_equal(warped(), plain)
 
     point = shown(tab)
     tab.get("byId('frame').click()")

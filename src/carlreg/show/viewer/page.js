@@ -79,7 +79,7 @@ async function changeOverlay() {
     for (const name of overlays(side, choice)) await show(side, name, byId("opacity").value / 100);
   }));
   byId("sides").textContent = (scene.dim === 3 ? "Radiological: the patient's right (R) is on the left. " : "")
-    + "Click, drag or scroll: the other images show the matching point. Right-drag: window and level."
+    + "Click, drag or scroll: the other images show the matching point. Right-drag: window and level. Escape: reset them."
     + (choice === "jacobian" ? " Red: the moving image has up to 4 times the volume; blue: down to a quarter; magenta: folds." : "")
     + (choice === "error" ? ` Expected error: dark 0 mm, yellow ≥ ${scene.volumes.expected_error.window[1]} mm.` : "");
 }
@@ -226,6 +226,7 @@ function mix(context, mode) {
     Object.assign(opts, { crosshairWidth, isOrientationTextVisible });
   } else {
     const square = Math.max(Math.round(height / 24), 16);
+    context.drawImage(tinted("warped", "#ffebbf"), 0, 0);
     context.save();
     context.beginPath();
     for (let y = 0, row = 0; y < height; y += square, row++)
@@ -282,6 +283,24 @@ function showLevel() {
   const { cal_min: low, cal_max: high } = panels[Object.keys(panels)[0]].volumes[0];
   byId("level").value = Number(((low + high) / 2).toPrecision(4));
   byId("width").value = Number((high - low).toPrecision(4));
+}
+/** A drag with the right button changes the window and level of all images, as a plain one does in the report. */
+function listenForLevel(canvas) {
+  let drag = null, waiting = false;
+  canvas.addEventListener("contextmenu", (event) => event.preventDefault());
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 2) return;
+    drag = { x: event.clientX, y: event.clientY, ...level };
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!drag) return;
+    level.shift = drag.shift + (event.clientY - drag.y) / 300;
+    level.stretch = Math.max(drag.stretch * Math.exp((event.clientX - drag.x) / 200), 1e-2);
+    if (!waiting) requestAnimationFrame(() => { waiting = false; applyLevel(); });
+    waiting = true;
+  });
+  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { drag = null; });
 }
 function setLevel(low, high, usual) {
   level.shift = ((low + high) / 2 - (usual[0] + usual[1]) / 2) / (usual[1] - usual[0] || 1);
@@ -365,7 +384,7 @@ async function open(side) {
   byId("panels").append(figure);
   const panel = panels[side] = new niivue.Niivue({
     backColor: [0, 0, 0, 1], crosshairColor: [1, 0.89, 0.54, 0.9], crosshairGap: 4, crosshairWidth: 1, crosshairWidthUnit: "mm", fontColor: [1, 0.89, 0.54, 1],
-    dragAndDropEnabled: false, isRadiologicalConvention: scene.dim === 3, sagittalNoseLeft: true, dragMode: 9,
+    dragAndDropEnabled: false, isRadiologicalConvention: scene.dim === 3, sagittalNoseLeft: true, dragMode: 0,
     multiplanarLayout: 1, multiplanarShowRender: 0, multiplanarEqualSize: false, tileMargin: 2, logLevel: "error",
     isOrientationTextVisible: scene.dim === 3, showAllOrientationMarkers: true, sliceType: scene.dim === 3 ? 3 : 0,
   });
@@ -379,10 +398,15 @@ async function open(side) {
   panel.onLocationChange = careful(({ mm }) => go(side, Array.from(mm)));
   panel.onIntensityChange = (volume) => { if (volume === panel.volumes[0]) setLevel(volume.cal_min, volume.cal_max, panel.usual); };
   canvas.addEventListener("mousemove", careful((event) => hover(side, event)));
+  listenForLevel(canvas);
 }
 
-/** Arrow keys move the slice of the plane under the mouse. */
+/** Arrow keys move the slice of the plane under the mouse; Escape restores the usual windows. */
 function press(event) {
+  if (event.key === "Escape") {
+    Object.assign(level, { shift: 0, stretch: 1 });
+    return applyLevel();
+  }
   const by = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1 }[event.key];
   if (!by || !pointed || event.target.matches("input, select")) return;
   const panel = panels[pointed.side], slice = panel.screenSlices.find(({ leftTopWidthHeight: [x, y, w, h] }) =>
@@ -403,7 +427,7 @@ function buildControls() {
   byId("middle").disabled = !panels.fixed;
   byId("middle").onchange = () => {
     const words = byId("middle").selectedOptions[0].textContent;
-    panels.warped.caption.textContent = { warped: TITLES.warped, blend: "blend: fixed green, warped magenta", checkerboard: "checkerboard: fixed and warped", difference: "difference of fixed and warped" }[byId("middle").value] || words;
+    panels.warped.caption.textContent = { warped: TITLES.warped, blend: "blend: fixed green, warped magenta", checkerboard: "checkerboard: fixed grey, warped tinted", difference: "difference of fixed and warped" }[byId("middle").value] || words;
     panels.warped.drawScene();
   };
   setInterval(() => {
