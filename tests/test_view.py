@@ -317,7 +317,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[object], message: st
 def test_bad_input(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, ["view", tmp_path], f"{tmp_path} is not a registration: it has no transform.h5; expected a folder")
     refused(capsys, ["view", tmp_path / "no"], "the folder does not exist; expected a folder of `carl register`")
-    refused(capsys, ["view", out / "report.json"], "is not a registration")
+    refused(capsys, ["view", out / "report.json"], "report.json is not a registration: it is a file; expected a folder")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

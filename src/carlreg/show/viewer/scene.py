@@ -235,7 +235,8 @@ class _Loader:
         """The path of one of the folder's own files."""
         path = self.folder / name
         if not path.is_file():
-            reason = f"it has no {name}" if self.folder.is_dir() else "the folder does not exist"
+            missing = "it is a file" if self.folder.exists() else "the folder does not exist"
+            reason = f"it has no {name}" if self.folder.is_dir() else missing
             raise InputError(f"{self.folder} is not a registration: {reason}; expected a folder of `carl register`")
         if not self.allows(path):
             raise InputError(f"{path} is a link to a file outside the folder; give --trust if you trust the folder")
