@@ -132,7 +132,7 @@ def test_other_settings_repeat_registrations(data: Path, tmp_path: Path, monkeyp
     given = data / "scan.nii.gz", data / "atlases"
     carlreg.segment(*given, out=tmp_path / "out", io_iterations=3, keep_registrations=True, **options)
     calls, real = [], work.register_pair
-    monkeypatch.setattr(work, "register_pair", lambda *arguments: calls.append(1) or real(*arguments))
+    monkeypatch.setattr(work, "register_pair", lambda *a, **more: calls.append(1) or real(*a, **more))
     more: dict[str, Any] = {"keep_registrations": True, "overwrite": True}
     carlreg.segment(*given, out=tmp_path / "out", io_iterations=2, **more, **options)
     assert len(calls) == 3

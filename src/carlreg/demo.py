@@ -158,7 +158,8 @@ def run(
         say(f"{description}: drawing")
         pair = pairs[name] = make_pair(seed, size, shift=shift)
         say(f"{description}: registering")
-        result = results[name] = register_pair(PairInputs(fixed=pair.fixed, moving=pair.moving), loaded, options)
+        inputs = PairInputs(fixed=pair.fixed, moving=pair.moving)
+        result = results[name] = register_pair(inputs, loaded, options, full_precision=False)
         report[name] = {
             "before": pair.score(lambda points: points),
             "after": pair.score(result.transform),

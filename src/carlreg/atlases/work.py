@@ -93,7 +93,7 @@ class RegisterEach:
         if task.folder is not None and (seconds := _found(task.folder, request, self.keep)) is not None:
             return Registered(task.name, seconds, task.folder)
         if self.keep == "all":
-            result = register_pair(task.inputs, model, self.options)
+            result = register_pair(task.inputs, model, self.options, full_precision=task.folder is None)
             seconds = result.record.seconds["total"]
             if task.folder is None:
                 assert result.labels is not None

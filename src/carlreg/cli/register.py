@@ -142,7 +142,14 @@ def _one(inputs: PairInputs, outputs: Outputs, model: str | LoadedModel, options
     outputs.check(inputs)
     overwrite, names = outputs.overwrite, outputs.names()
     with working("reading") as part:
-        result = register_pair(inputs, model, options, progress=part.begin, advance=part.advance)
+        result = register_pair(
+            inputs,
+            model,
+            options,
+            progress=part.begin,
+            advance=part.advance,
+            full_precision=outputs.full_precision or outputs.out is None,
+        )
         result = replace(result, record=replace(result.record, label_names=names))
         part.begin("writing")
         if outputs.out is not None:

@@ -135,7 +135,7 @@ class _Worker:
         if isinstance(made, Row):
             return made
         work = self._work
-        result = complete(made.found, made.inputs, self._options, made.progress)
+        result = complete(made.found, made.inputs, self._options, made.progress, full_precision=work.full_precision)
         result = replace(result, record=replace(result.record, label_names=work.label_names))
         extra = {THUMBNAIL: functools.partial(thumbnail, result)} | (
             {PAGE: functools.partial(report.page, result)} if PAGE in work.keep else {}

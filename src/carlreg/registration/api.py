@@ -23,7 +23,7 @@ from carlreg.explain import Explanation, Inside
 from carlreg.fast import wake
 from carlreg.fast.devices import choose_device
 from carlreg.fast.precision import mixed_precision
-from carlreg.files import world_transform
+from carlreg.files import transform_files, world_transform
 from carlreg.files.images import Image, placed
 from carlreg.files.results import Report
 from carlreg.files.world_transform import PointMap, WorldTransform
@@ -57,7 +57,7 @@ from carlreg.registration.record import (
     describe_search,
     metric_warnings,
 )
-from carlreg.registration.result import Registration, make_request, peak_memory
+from carlreg.registration.result import Registration, make_request, peak_memory, precision
 from carlreg.registration.rigid_regions import make_rigid
 from carlreg.registration.solve import check_without_network
 
@@ -182,17 +182,28 @@ def register_pair(
     callback: Callable[[int, Loss], None] | None = None,
     progress: Callable[[str], None] | None = None,
     advance: Callable[[float], None] | None = None,
+    full_precision: bool = True,
 ) -> Registration:
     """`register`, with its arguments in two values. `advance(share)` is called with the share of the current part that
-    is done, from 0 to 1, while the network runs on a CPU and at every step of the optimisation."""
+    is done, from 0 to 1, while the network runs on a CPU and at every step of the optimisation. For `full_precision`,
+    see `complete`."""
     work = Progress(progress, advance)
-    return complete(align_pair(inputs, model, options, work, callback), inputs, options, work)
+    found = align_pair(inputs, model, options, work, callback)
+    return complete(found, inputs, options, work, full_precision=full_precision)
 
 
-def complete(found: Alignment, inputs: PairInputs, options: RegisterOptions, work: Progress) -> Registration:
-    """The part of `register_pair` that follows the map: its inverse, the warped scans, scores and the report."""
+def complete(
+    found: Alignment, inputs: PairInputs, options: RegisterOptions, work: Progress, *, full_precision: bool = True
+) -> Registration:
+    """The part of `register_pair` that follows the map: its inverse, the warped scans, scores and the report.
+
+    Without `full_precision`, the map is rounded first, as `Registration.save` rounds it, so that everything describes
+    the map that the file holds.
+    """
     device, made, world = choose_device(options.device), found.made, found.transform
     loaded, case, pair, solution = made.model, made.case, made.pair, made.solution
+    if not full_precision:
+        world = transform_files.rounded(world, precision(case.fixed, case.moving))
     with ThreadPoolExecutor() as pool:  # meanwhile, a GPU inverts
         warping = pool.submit(world_transform.apply, world, case.moving, case.fixed)
         volumes = pool.submit(_changes_of_volume, world, case, mirrored=made.is_mirrored)

@@ -207,7 +207,7 @@ class Registration:
         """
         result = folder if isinstance(folder, ResultFolder) else ResultFolder(Path(folder))
         result.check_free(overwrite=overwrite, inputs={name: one.path for name, one in self.record.inputs.items()})
-        within = 0.0 if full_precision else WITHIN * min(1, *self.fixed.spacing, *self.moving.spacing)
+        within = 0.0 if full_precision else precision(self.fixed, self.moving)
 
         def write_extra(given: Content | Callable[[], Content], path: Path) -> None:
             content = given() if callable(given) else given
@@ -236,6 +236,11 @@ class Registration:
     def report(self) -> dict[str, Any]:
         """The content of `report.json`."""
         return replace(self.record, versions=_versions()).to_json()
+
+
+def precision(fixed: Image, moving: Image) -> float:
+    """How exactly transforms between two images are stored, in mm: to 0.01 mm and 0.01 voxels."""
+    return WITHIN * min(1, *fixed.spacing, *moving.spacing)
 
 
 def make_request(model: LoadedModel, options: RegisterOptions, checksums: Mapping[str, str | None]) -> Request:

@@ -134,6 +134,7 @@ def run(task: Task, report: Callable[..., None]) -> None:
         options,
         progress=begin,
         advance=advance,
+        full_precision=False,
     )
     names = {int(label): name for label, name in task.label_names.items()}
     result = replace(result, record=replace(result.record, label_names=names))
