@@ -69,6 +69,17 @@ def test_a_result_prints_three_lines(result: Registration) -> None:
     assert "doubtful, expected error 4.0 mm" in judged._repr_html_()
 
 
+def test_images_and_transforms_print_a_summary(result: Registration) -> None:
+    """Not their voxels; the frame of coordinates is named."""
+    summary = r"Image 'array': 20 × 22 × 18 voxels of 1.5 × 1.2 × 2 mm, \w+, first voxel at [-\d., ]+ \(LPS mm\)"
+    assert re.fullmatch(summary, repr(result.fixed))
+    head, *matrix = repr(result.transform).splitlines()
+    assert head == (
+        "3-D WorldTransform from fixed to moving points (LPS mm), affine after displacements on 20 × 22 × 18 points:"
+    )
+    assert len(matrix) == 4
+
+
 def test_a_notebook_shows_a_picture_and_the_numbers(result: Registration) -> None:
     page = result._repr_html_()
     assert page.count('src="data:image/png;base64,') == 1
@@ -138,6 +149,10 @@ def test_points_in_both_directions_and_frames(result: Registration, pair: tuple[
     assert np.allclose(result.warp_points(points * ras, space="RAS"), moved * ras)
     with pytest.raises(InputError, match="unknown side 'here'"):
         result.warp_points(points, "here")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"points have shape \(10, 2\); expected \(N, 3\)"):
+        result.warp_points(points[:, :2])
+    with pytest.raises(InputError, match="points are a str that is not numbers"):
+        result.warp_points("points.csv")  # type: ignore[arg-type]
     assert np.allclose(result.jacobian().data, 1, atol=1e-3)
 
 
@@ -277,8 +292,12 @@ def test_tensors_and_arrays_with_spacing_or_affine(pair: tuple[Image, Image], mo
         register(**arrays, spacing=(1, 1, 1), affine=np.eye(4), model=model, **OPTIONS)
     with pytest.raises(InputError, match=r"has shape \(3, 3\); expected \(4, 4\)"):
         register(**arrays, affine=np.eye(3), model=model, **OPTIONS)
-    with pytest.raises(InputError, match="fixed is a Image; expected an array"):
-        register(fixed=fixed, moving=moving, spacing=(1, 1, 1), model=model, **OPTIONS)
+    for there in (fixed, fixed.to_nibabel()):  # which has positions of its own
+        with pytest.raises(InputError, match=f"fixed is a {type(there).__name__}; expected an array"):
+            register(fixed=there, moving=moving, spacing=(1, 1, 1), model=model, **OPTIONS)
+    for wrong in ((1.5, 1.2), (1, 1, 0), (1, 1, -2), "wide", (1, 1, float("nan"))):
+        with pytest.raises(InputError, match=r"the spacing of fixed is .*; expected"):
+            register(**arrays, spacing=wrong, model=model, **OPTIONS)
 
 
 def test_only_public_names_are_listed() -> None:

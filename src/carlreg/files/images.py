@@ -68,6 +68,12 @@ class Image:
         check_size(self.shape, self.name)
         check_geometry(self.affine, self.name)
 
+    def __repr__(self) -> str:
+        spacing = " × ".join(f"{mm:.3g}" for mm in self.spacing)
+        corner = ", ".join(f"{mm:.6g}" for mm in self.affine[:-1, -1])
+        what = f"{times(self.shape)} voxels of {spacing} mm, {self.data.dtype}"
+        return f"Image {self.name!r}: {what}, first voxel at {corner} (LPS mm)"
+
     @property
     def dim(self) -> int:
         return self.data.ndim
@@ -152,7 +158,8 @@ def from_array(data: npt.ArrayLike, affine: npt.ArrayLike | None = None, *, name
 
 def placed(source: Any, spacing: Any, affine: Any, space: str, name: str) -> Image:
     """An array or tensor with the size of its voxels in mm, or a matrix from indices to `space`, "LPS" or "RAS"."""
-    if isinstance(source, (str, os.PathLike, Image)) or not hasattr(source, "shape"):
+    has_positions = isinstance(source, Image) or hasattr(source, "affine") or hasattr(source, "spacing")
+    if isinstance(source, (str, os.PathLike)) or has_positions or not hasattr(source, "shape"):
         kind = type(source).__name__
         raise InputError(
             f"spacing or affine was given, but {name} is a {kind}; expected an array, which has no positions"
@@ -163,14 +170,24 @@ def placed(source: Any, spacing: Any, affine: Any, space: str, name: str) -> Ima
         raise InputError(f"unknown space {space!r}; expected 'LPS' or 'RAS'")
     array = as_image(source, name).data
     if affine is None:
-        matrix = np.diag([*np.broadcast_to(np.asarray(spacing, np.float64), array.ndim), 1.0])
+        sides = _numbers(spacing, "spacing", name)
+        if sides.shape not in ((), (1,), (array.ndim,)) or not (sides > 0).all():
+            raise InputError(f"the spacing of {name} is {spacing!r}; expected {array.ndim} positive numbers, in mm")
+        matrix = np.diag([*np.broadcast_to(sides, array.ndim), 1.0])
     else:
-        matrix = np.asarray(affine, dtype=np.float64)
+        matrix = _numbers(affine, "affine", name)
         if matrix.shape != (array.ndim + 1, array.ndim + 1):
             expected = f"({array.ndim + 1}, {array.ndim + 1})"
             raise InputError(f"the affine of {name} has shape {matrix.shape}; expected {expected}")
     flip = [-1.0, -1.0, *[1.0] * (array.ndim - 1)] if space == "RAS" and affine is not None else [1.0] * len(matrix)
     return from_array(array, np.diag(flip) @ matrix, name=name)
+
+
+def _numbers(given: Any, what: str, name: str) -> npt.NDArray[np.float64]:
+    try:
+        return np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the {what} of {name} is {given!r}; expected numbers") from error
 
 
 def from_sitk(image: Any, choice: Choice = WHOLE, *, name: str = "SimpleITK image") -> Image:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from carlreg.errors import InputError
-from carlreg.files.checks import distance
+from carlreg.files.checks import distance, times
 from carlreg.files.images import Image, Matrix, map_points
 from carlreg.files.itk import itk_order, simpleitk, vector_image
 from carlreg.geometry import jacobian
@@ -83,6 +83,12 @@ class WorldTransform:
         if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
             raise TransformError("the matrix is singular or not finite; expected an invertible affine map")
         return cls(matrix, np.zeros((*(1,) * dim, dim), np.float32), np.eye(dim + 1))
+
+    def __repr__(self) -> str:
+        with np.printoptions(precision=4, suppress=True):
+            matrix = np.array2string(self.affine)
+        field = "" if self.is_linear else f" after displacements on {times(self.displacement.shape[:-1])} points"
+        return f"{self.dim}-D WorldTransform from fixed to moving points (LPS mm), affine{field}:\n{matrix}"
 
     @property
     def dim(self) -> int:

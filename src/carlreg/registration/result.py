@@ -145,7 +145,16 @@ class Registration:
             expected = "'fixed' or 'moving', and 'LPS' or 'RAS'"
             raise InputError(f"unknown side {side!r} or space {space!r}; expected {expected}")
         signs = np.array([-1.0, -1.0, 1.0][: self.fixed.dim]) if space == "RAS" else np.ones(self.fixed.dim)
-        at = np.asarray(points, dtype=np.float64) * signs
+        try:
+            at = np.asarray(points, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            what = f"points are a {type(points).__name__} that is not numbers"
+            raise InputError(
+                f"{what}; expected an array (N, {self.fixed.dim}): `carl warp-points` maps files"
+            ) from error
+        if at.shape[-1:] != (self.fixed.dim,):
+            raise InputError(f"points have shape {at.shape}; expected (N, {self.fixed.dim})")
+        at = at * signs
         if side == "fixed":
             return self.transform(at) * signs
         flat, _ = world_transform.invert_points(self.transform, at.reshape(-1, self.fixed.dim))
