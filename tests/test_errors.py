@@ -107,3 +107,37 @@ def test_every_command_can_be_quiet_or_verbose(command: list[str], capsys: pytes
     words = capsys.readouterr().out.replace(",", " ").split()
     assert {"--quiet", "-q", "--verbose", "-v"} <= set(words)
     assert main([*command, "--quiet", "--verbose"]) == 2
+
+
+@pytest.mark.parametrize("missing", ["typer", "click"])
+def test_a_missing_package_is_one_line(tmp_path: Path, missing: str) -> None:
+    """Before anything can be parsed: typer itself, or a package that it needs."""
+    (tmp_path / "typer").mkdir()
+    stub = f"raise ModuleNotFoundError(\"No module named '{missing}'\", name='{missing}')"
+    (tmp_path / "typer" / "__init__.py").write_text(stub, encoding="utf-8")
+    code = "import sys; sys.path.insert(0, sys.argv.pop()); from carlreg.cli import main; sys.exit(main(['--help']))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"carl: {missing} is missing or damaged: No module named '{missing}'; install it again: "
+        f"pip install --force-reinstall {missing}\n"
+    )
+
+
+def test_a_package_that_is_missing_later_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, ImportError("cannot import name 'open_code' from 'PIL'", name="PIL.Image"))
+    assert main(["models", "licence"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("carl: pillow is missing or damaged: cannot import name")
+    assert "Traceback" not in err
+    failing(monkeypatch, ImportError("cannot import name 'x'", name="carlreg.files"))  # a bug
+    main(["models", "licence"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_wrong_choices_are_named_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["register", "--transform", "curved"]) == 2
+    err = capsys.readouterr().err
+    assert "Invalid value for '--transform': 'curved' is not one of 'deformable', 'affine', 'rigid'." in err

@@ -32,7 +32,10 @@ from carlreg.model.shipped import WEIGHTS, available
 from carlreg.objective.losses import lncc
 
 State = Literal["green", "note", "red"]
-PACKAGES = {"torch": (2, 4), "numpy": (1, 26), "safetensors": (0, 4), "SimpleITK": (2, 3), "h5py": (3, 8)}
+PACKAGES = {
+    **{"torch": (2, 4), "numpy": (1, 26), "safetensors": (0, 4), "SimpleITK": (2, 3), "h5py": (3, 8)},
+    **{"pillow": (10, 0), "jinja2": (3, 1), "typer": (0, 19), "rich": (13, 0)},
+}
 """What the package needs, and from which version on."""
 SPACE, MEMORY = 1e9, 4e9
 """Bytes on a disk, and of memory, below which a registration may fail."""
@@ -65,7 +68,7 @@ def examine() -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     for name, least in PACKAGES.items():
         try:
-            importlib.import_module(name)
+            importlib.import_module({"pillow": "PIL"}.get(name, name))
             found = importlib.metadata.version(name)
         except ImportError as error:
             yield Finding(name, "red", f"cannot be imported: {error}", f"pip install {name}")

@@ -52,6 +52,9 @@ def user_message(error: BaseException) -> str | None:
         return reason if error.filename is None else f"{reason}: {error.filename}"
     if isinstance(error, (CarlError, OSError)):
         return text
+    if isinstance(error, ImportError) and (package := (error.name or "carlreg").partition(".")[0]) != "carlreg":
+        name = {"PIL": "pillow"}.get(package, package)
+        return f"{name} is missing or damaged: {text}; install it again: pip install --force-reinstall {name}"
     return f"out of memory: {text}" if _is_out_of_memory(error, text) else None
 
 

@@ -15,10 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
-
 from carlreg import __version__
+from carlreg.errors import user_message
+
+try:
+    import typer
+    from typer.core import TyperGroup
+except ImportError as error:  # also without a package that typer needs
+    sys.exit(f"carl: {user_message(error) or error}")
+
 from carlreg.cli._shared import Stopped, print_error
 from carlreg.cli._threads import respect_machine
 
@@ -181,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_as_exceptions():
             code = carl(args=words, prog_name="carl", standalone_mode=False)
     except UsageError as error:
+        error.message = error.message.removeprefix("Value error, ")  # from pydantic, by which newer typer checks
         error.show()
         return USAGE
     except Stopped as stopped:
