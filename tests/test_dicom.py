@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,23 @@ def test_series_on_the_command_line(
     both = register(fixed=folder, moving=folder, series="2", model="none", transform="rigid", io_iterations=0)
     assert "arterial" in both.fixed.name
     assert "arterial" in both.moving.name
+
+
+def test_folders_of_series_below_one_without_are_named(
+    study: tuple[Path, dict[str, Image]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a disc from a hospital, where a file DICOMDIR lies beside folders of folders."""
+    disc = tmp_path / "disc"
+    for name in ("ST0", "ST1"):
+        shutil.copytree(study[0], disc / "DICOM" / name)
+    (disc / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
+    for word in ("info", "convert"):
+        assert main([word, str(disc), *([str(tmp_path / "a.nii.gz")] if word == "convert" else [])]) == 1
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1
+        below = f"{disc / 'DICOM' / 'ST0'}, {disc / 'DICOM' / 'ST1'} below it have files"
+        assert f"{disc} is a folder without a DICOM series; expected the folder of one: {below}" in err
+    assert not (tmp_path / "a.nii.gz").exists()
 
 
 @pytest.mark.parametrize("inside", [True, False])

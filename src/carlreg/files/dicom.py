@@ -1,8 +1,10 @@
 """DICOM as clinics have it: several series in a folder, and slices of a tilted gantry."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import numpy.typing as npt
 
 from carlreg.files.checks import ImageError, Matrix
 
+LISTED, LOOKED_AT, WALKED = 3, 3, 1000
+"""How many folders are named, how many files of each are looked at, and how many folders are searched, where a folder
+has no series itself."""
 UNEVEN = 0.1
 """Slices further than this from even steps, as a fraction of a step, are missing or repeated."""
 
@@ -53,6 +58,31 @@ def choose(series: Sequence[Series], wanted: str | None, folder: str) -> Series:
         raise ImageError(f"{what}; expected one: choose it by --series {example.number or example.uid}")
     problem = f"{len(found)} of them match" if found else "none matches"
     raise ImageError(f"{what}; {problem} {wanted!r}: choose one by its number, its UID or a part of its description")
+
+
+def where_else(folder: Path) -> str:
+    """What to give instead of a folder without DICOM files: the folders below it that have them, as exports to a disc
+    do, if there are any."""
+    found: list[str] = []
+    for number, (place, folders, files) in enumerate(os.walk(folder)):
+        folders.sort()
+        if number and any(_is_dicom(Path(place, name)) for name in sorted(files)[:LOOKED_AT]):
+            found.append(str(Path(place)))
+        if len(found) > LISTED or number >= WALKED:
+            break
+    if not found:
+        return "expected one, or a file: check the path"
+    listed = ", ".join(found[:LISTED]) + " and others" * (len(found) > LISTED)
+    return f"expected the folder of one: {listed} below it {'has' if len(found) == 1 else 'have'} files"
+
+
+def _is_dicom(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(128)
+            return file.read(4) == b"DICM"
+    except OSError:
+        return False
 
 
 def _order(series: Series) -> tuple[int, str]:

@@ -427,7 +427,7 @@ def list_series(folder: PathLike) -> list[dicom.Series]:
 def _series_of(child: isolated.Reader, folder: Path) -> list[dicom.Series]:
     found = [dicom.Series.of(one) for one in child.header()["series"]]
     if not found:
-        raise ImageError(f"{folder} is a folder without a DICOM series; expected one, or a file: check the path")
+        raise ImageError(f"{folder} is a folder without a DICOM series; {dicom.where_else(folder)}")
     return found
 
 
