@@ -282,6 +282,8 @@ def test_progress_is_of_the_present_part(data: Path, tmp_path: Path) -> None:  #
     assert part.left() == "25 %, 1:30 left"
     now[0] += 60
     assert part.left() == "25 %, 0:30 left"
+    now[0] += 31
+    assert part.left() == "25 %"  # and not 0:00 for as long as the step takes
     part.begin("judging the result")
     assert (part.name, part.left()) == ("judging the result", "")
     # Every part ends near its end: also the optimisation, whose steps on coarse grids are quick.

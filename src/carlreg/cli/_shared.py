@@ -74,10 +74,11 @@ class Part:
         self.end = now + (now - self._began) * (1 - self.share) / self.share if self.share >= ENOUGH else None
 
     def left(self) -> str:
-        """Percent, and the time that is left."""
+        """Percent, and the time that is left, unless the part takes longer than its speed had promised."""
         if self.share is None:
             return ""
-        return time_left(100 * self.share, None if self.end is None else max(self.end - self.clock(), 0.0))
+        seconds = None if self.end is None else self.end - self.clock()
+        return time_left(100 * self.share, seconds if seconds is not None and seconds >= 0 else None)
 
 
 @contextmanager
