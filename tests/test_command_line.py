@@ -65,6 +65,7 @@ def test_types_in_a_help_are_what_a_user_types(run: Run) -> None:  # noqa: F811
         ("evaluate", ("-m, --method <str> ", "--threads <int> ")),
         ("view", ("--port <int> ",)),
         ("register", ("--regularity <float> ", "-f, --fixed <path> ")),
+        ("template", ("scans... <path> ",)),
     ):
         assert run(command, "--help")[0] == 0
         text: str = run.out  # type: ignore[attr-defined]
@@ -218,6 +219,16 @@ def test_an_initial_transform_from_a_result_folder(data: Path, tmp_path: Path, r
     assert np.array_equal(one(points), two(points))
     report = json.loads((tmp_path / "0" / "report.json").read_text(encoding="utf-8"))
     assert report["inputs"]["initial_transform"]["sha256"]
+
+
+def test_a_folder_without_a_result_is_no_transform(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    expected = "expected a transform file or a result folder of `carl register`"
+    (tmp_path / "empty").mkdir()
+    for name, problem in (("empty", "is a folder without a result"), ("none", "does not exist")):
+        words = ["register", "-f", data / "fixed.nii.gz", "-m", data / "moving.nii.gz", "-o", tmp_path / "out"]
+        code, err = run(*words, "--model", "none", "--initial-transform", tmp_path / name)
+        assert (code, err) == (1, f"carl: {tmp_path / name} {problem}; {expected}: check the path\n")
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_named(

@@ -43,7 +43,7 @@ class Command(TyperCommand):
         general = []
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
-                record = (KIND.sub(r"<\1>", record[0]), record[1])
+                record = (KIND.sub(lambda kind: f"<{kind[1].lower()}>", record[0]), record[1])
                 usual = f"{parameter.param_type_name.capitalize()}s"
                 panel = getattr(parameter, "rich_help_panel", None)
                 if panel is None and parameter.name in GENERAL:

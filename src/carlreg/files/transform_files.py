@@ -312,7 +312,9 @@ def is_warp(path: PathLike) -> bool:
 def _read_parts(path: Path) -> Sequence[WorldTransform | ItkTransform]:
     """The transforms of a file, the one that acts first on a point first."""
     if not path.is_file():
-        raise TransformError(f"{path} does not exist or is a folder; expected a transform file: check the path")
+        wanted = "a transform file or a result folder of `carl register`"
+        problem = "is a folder without a result" if path.is_dir() else "does not exist"
+        raise TransformError(f"{path} {problem}; expected {wanted}: check the path")
     ending = path.suffix.lower()
     with _as_transform_error(path):
         if ending not in HDF5 + TEXT + ALONE:
