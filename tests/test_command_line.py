@@ -417,6 +417,27 @@ def test_points_outside_the_image_are_warned_of(data: Path, tmp_path: Path, run:
         assert "check that they belong to it" in warned("far")
 
 
+def test_landmarks_outside_their_image_are_warned_of(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    """They are scored, but the scores mean nothing if they were read in the wrong frame."""
+    words: list[object] = [*pair(data, tmp_path / "out", "--no-html", "--overwrite")]
+    for side in ("fixed", "moving"):
+        image = images.read(data / f"{side}.nii.gz")
+        points = map_points(image.affine, [[3.0, 4.0, 5.0], [15.0, 12.0, 10.0]]) * [-1, -1, 1]
+        rows = "\n".join(",".join(map(str, point)) for point in points)
+        (tmp_path / f"{side}.csv").write_text(f"x,y,z\n{rows}\n", encoding="utf-8")
+        words += [f"--{side}-landmarks", tmp_path / f"{side}.csv"]
+    code, err = run(*words)
+    assert code == 0
+    for side in ("fixed", "moving"):
+        hint = f"2 of 2 landmarks lie outside the {side} image if read as LPS mm; are they RAS? Then name the columns"
+        assert hint in err
+        text = (tmp_path / f"{side}.csv").read_text(encoding="utf-8")
+        (tmp_path / f"{side}.csv").write_text(text.replace("x,y,z", "r,a,s"), encoding="utf-8")
+    code, err = run(*words)
+    assert code == 0
+    assert "lie outside" not in err
+
+
 def test_info_names_the_frame_and_switches_it(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
     image = images.read(data / "fixed.nii.gz")
     first = image.affine[:3, 3]

@@ -87,6 +87,12 @@ class Case:
         sizes = [float(np.prod(image.spacing)) ** (1 / image.dim) for image in (self.fixed, self.moving)]
         if max(sizes) > SPACING_RATIO * min(sizes):
             found.append(f"voxels are about {sizes[0]:.3g} mm and {sizes[1]:.3g} mm wide: is a header not in mm?")
+        for name, at, image in zip(("fixed", "moving"), self.landmarks or (), (self.fixed, self.moving), strict=False):
+            if outside := images.count_outside(image, at):
+                turned = images.count_outside(image, at * [-1, -1, 1][: image.dim]) < outside
+                advice = "are they RAS? Then name the columns r, a, s" if turned else "check that they belong to it"
+                text = f"{outside} of {len(at)} landmarks lie outside the {name} image if read as LPS mm; {advice}"
+                found.append(text)
         if alone := self.labels(both=False):
             names = ", ".join(map(str, alone[:10])) + (", …" if len(alone) > 10 else "")
             found.append(f"labels that only one of the images has are not scored: {names}")
@@ -196,7 +202,8 @@ def _guide(inputs: PairInputs, fixed: Image, moving: Image) -> tuple[Matrix, Mat
         points = _corresponding(given, (fixed, moving), "guide points")
     for name, at, image in zip(("fixed", "moving"), points, (fixed, moving), strict=True):
         if outside := images.count_outside(image, at):
-            reason = "expected millimetres in LPS: name the columns fixed_r, fixed_a, fixed_s if they are in RAS"
+            columns = f"{name}_r, {name}_a, {name}_s" if inputs.guide is not None else "r, a, s"
+            reason = f"expected millimetres in LPS: name the columns {columns} if they are in RAS"
             raise InputError(f"{outside} of {len(at)} guide points lie outside the {name} image; {reason}")
     return points
 
