@@ -19,7 +19,9 @@ from conftest import SMALL
 
 from carlreg import carl, gradicon, register
 from carlreg.cli._shared import Part, time_left
+from carlreg.cli.evaluate import _table
 from carlreg.errors import ExistsError, OutputError, user_message
+from carlreg.evaluation.scores import FIGURES
 from carlreg.files import atomic, images, transform_files, world_transform
 from carlreg.files.images import Image, map_points
 from carlreg.files.world_transform import WorldTransform
@@ -72,6 +74,17 @@ def test_types_in_a_help_are_what_a_user_types(run: Run) -> None:  # noqa: F811
         assert all(line in text for line in lines), command
         assert " range>" not in text
         assert "list[" not in text
+
+
+def test_tables_at_80_columns_cut_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    headings = ["method", "pairs", *FIGURES.values()]
+    name = "a-name-longer-than-others"
+    Console(width=80).print(_table("Means over pairs", headings, [(name, *["0.1234"] * (len(headings) - 1))]))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_every_error_about_existing_results_names_overwrite(data: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811

@@ -189,11 +189,13 @@ def _print_tables(evaluation: Evaluation) -> None:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A table for a terminal. On a narrow one, long names go on in a second line; they are never cut."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(headings[0], title=title)
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
