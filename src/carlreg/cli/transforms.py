@@ -173,16 +173,17 @@ def _warn_if_outside(source: Points, paths: list[Path], mapping: Any, inverse: b
 @command()
 def jacobian(
     transform: Transforms,
-    out: Annotated[Path, "Image to write.", "-o"],
+    out: Annotated[Path | None, "Image to write; without it, the numbers are printed alone.", "-o"] = None,
     reference: Reference = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds and SDlogJ.
+    """Print the percentage of folds and SDlogJ, and write the Jacobian determinant on the fixed image's grid.
 
     The determinant is above 1 where the anatomy is larger in the moving image, below 1 where it is smaller, and below
     0 where the transform folds.
     """
-    check_new(out, overwrite, IMAGES)
+    if out is not None:
+        check_new(out, overwrite, IMAGES)
     from carlreg.files import images, world_transform
 
     with working("determinants"):
@@ -193,7 +194,8 @@ def jacobian(
         folder = ResultFolder(transform[0])
         mirrored = len(transform) == 1 and folder[REPORT].is_file() and folder.read_report().is_mirrored
         result = world_transform.jacobian_determinant(mapping, grid, mirrored=mirrored)
-        images.write(result, out, overwrite=overwrite)
+        if out is not None:
+            images.write(result, out, overwrite=overwrite)
     folds, spread, values = world_transform.folds_percent(result), world_transform.sd_log_jacobian(result), result.data
     typer.echo(
         f"folds {folds:.4f} %, SDlogJ {spread:.4f}, determinants from {values.min():.3f} to {values.max():.3f}, "
