@@ -54,6 +54,9 @@ from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.model.zoo import carl, xi
 from carlreg.preparation import Prepared, preprocess
 from carlreg.registration.affine_search import Scan
+from carlreg.registration.attempt import _between
+from carlreg.registration.case import Case
+from carlreg.registration.options import PairInputs
 from carlreg.registration.orientation_search import AXES, orientations, search_orientation
 from carlreg.show.viewer.scene import load_scene
 from carlreg.synthesis.patients import patient
@@ -626,13 +629,13 @@ def test_strict_exits_with_3_for_failed_results(
 
 
 @pytest.fixture
-def calibrated(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], LoadedModel]:
-    """A model that climbs, by whose calibration the network and the affine search have these odds of failure."""
+def calibrated(small: Path) -> Callable[[float, float], LoadedModel]:
+    """A model that climbs, by whose calibration the network and the affine search have these odds of failure: only what
+    was optimised from the network's result has a gain over it."""
 
     def make(network: float, search: float) -> LoadedModel:
-        calibrate(small, odds=network)
-        (tmp_path / f"none{SUFFIX}").write_text(json.dumps(invented("none", search).to_json()))
-        monkeypatch.setattr("carlreg.confidence.verdict.WEIGHTS", tmp_path)
+        odds = linear(("gain",), (0.0,), network), linear(("disagreement",), (0.0,), search)
+        calibrate(small, failure=odds)
         return replace(load_model(small, "cpu"), climbs=True)
 
     return make
@@ -663,6 +666,26 @@ def test_a_failed_pair_takes_the_best_of_other_ways(
     points = np.array([[20.0, 30, 30], [40, 20, 35]])
     np.testing.assert_allclose(result.transform(points), alone.transform(points), atol=1e-3)
     assert result.record.seconds["ladder"] > 0
+
+
+def test_the_network_judges_what_was_found_without_it(small: Path, tmp_path: Path) -> None:
+    """In its own coordinates, where it sees the scans without their margins."""
+    images_ = [torch.nn.functional.pad(body(seed), (14, 10, 16, 12, 11, 15)) for seed in (0, 5)]
+    for name, image in zip(("fixed", "moving"), images_, strict=True):
+        data = (100 * image[0, 0]).numpy().astype(np.float32)
+        images.write(Image(data, np.diag([2.0, 2, 2, 1])), tmp_path / f"{name}.nii.gz")
+    case = Case.read(PairInputs(fixed=tmp_path / "fixed.nii.gz", moving=tmp_path / "moving.nii.gz"))
+    seen, whole = (case.prepare(load_model(model, "cpu"), torch.device("cpu")) for model in (small, "none"))
+    assert not np.allclose(seen.fixed.image.unit_to_world(), whole.fixed.image.unit_to_world())
+    phi = Affine(torch.tensor([[[0.9, 0.1, 0, 0.02], [0, 1.1, 0, -0.03], [0, 0.05, 1, 0.01]]]))
+    there, back = _between(whole, seen, (phi, phi.inverse()))
+    points = torch.rand(1, 50, 3)
+    world = map_points(seen.fixed.image.unit_to_world(), points[0].numpy())
+    through = torch.from_numpy(map_points(whole.fixed.image.world_to_unit(), world)).float()[None]
+    expected = map_points(whole.moving.image.unit_to_world(), phi(through)[0].numpy())
+    found = map_points(seen.moving.image.unit_to_world(), there(points)[0].numpy())
+    np.testing.assert_allclose(found, expected, atol=1e-3)  # mm
+    torch.testing.assert_close(back(there(points)), points, atol=1e-5, rtol=0)
 
 
 def test_warnings_are_those_of_the_way_that_was_taken(

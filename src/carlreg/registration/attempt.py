@@ -20,6 +20,7 @@ from carlreg.files import world_transform
 from carlreg.files.images import Image
 from carlreg.files.results import Confidence, Verdict
 from carlreg.files.world_transform import WorldTransform
+from carlreg.geometry.transforms import Affine, compose
 from carlreg.model.loaded import NONE, LoadedModel, load_model
 from carlreg.objective.losses import Loss
 from carlreg.preparation import PreparedPair
@@ -29,7 +30,7 @@ from carlreg.registration.options import RegisterOptions, SimilarityChoice
 from carlreg.registration.orientation_search import Orientation, search_orientation
 from carlreg.registration.progress import Progress
 from carlreg.registration.rotation_search import RigidMatch, search_rotation
-from carlreg.registration.solve import Solution, solve
+from carlreg.registration.solve import Maps, Solution, solve
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,11 @@ def attempt(
     device: torch.device,
     rotation: RigidMatch | None = None,
     like: Attempt | None = None,
+    judged_by: Attempt | None = None,
 ) -> Attempt:
     """Register a case, and judge the result unless that is not wanted. An earlier attempt with the same model and case
-    (`like`) spares the network's run.
+    (`like`) spares the network's run. Without a network, the result is judged by that of an earlier attempt at the same
+    case (`judged_by`): its features tell more than intensities do, and results are compared by the same evidence.
 
     On a CPU, the network sees finely resolved scans on its usual grid, once, if the fields are optimised on their own
     voxels afterwards: its fine grid takes much longer there, and the optimisation makes up for most of it.
@@ -115,15 +118,15 @@ def attempt(
     spent = work.seconds().get("network", 0.0) if like is None else like.network_seconds
     made = Attempt(way, model, case, pair, solution, rotation, network_seconds=spent)
     if options.confidence != "off":
-        made = _judged(made, options, work)
+        made = _judged(made, options, work, made if judged_by is None else judged_by)
     return replace(made, warnings=tuple(work.warnings[known:]))
 
 
-def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
+def _judged(made: Attempt, options: RegisterOptions, work: Progress, by: Attempt) -> Attempt:
     seconds = work.seconds()
     total = seconds["total"] + (0.0 if "network" in seconds else made.network_seconds)
     work.begin("confidence", "judging the result")
-    model, pair, solution = made.model, made.pair, made.solution
+    model, pair, solution = by.model, by.pair, made.solution
     calibration, why = find_calibration(model)
     about = Circumstances(
         str(model.provenance.get("name")),
@@ -134,15 +137,16 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
     if solution.maps is None:
         reason = f"only deformable transforms can be judged, and this one is {options.transform}"
         return replace(made, confidence=Confidence(verdict="unknown", reasons=(reason,)))
-    has_network = not model.searches_affine
+    has_network, own = not model.searches_affine, by is made
+    losses = [] if not own or solution.optimization is None else solution.optimization.result.losses
     answer = Answer(
         pair,
-        solution.maps,
+        solution.maps if own else _between(made.pair, pair, solution.maps),
         model.network if has_network else None,
-        solution.first if has_network else None,
-        [] if solution.optimization is None else solution.optimization.result.losses,
+        by.solution.first if has_network else None,
+        losses,
     )
-    budget = Budget.of(total, made.network_seconds, full=options.confidence == "full")
+    budget = Budget.of(total, by.network_seconds, full=options.confidence == "full")
     if calibration is None and options.confidence != "full":
         budget = replace(budget, seconds=0.0)  # nothing could be made of costly evidence
     began = time.perf_counter()
@@ -154,6 +158,17 @@ def _judged(made: Attempt, options: RegisterOptions, work: Progress) -> Attempt:
     confidence = judge(found, calibration, about, why)
     errors = error_map(found, calibration, confidence.expected_error_mm, pair.fixed)
     return replace(made, confidence=confidence, expected_error=errors, orientation=orientation)
+
+
+def _between(given: PreparedPair, wanted: PreparedPair, maps: Maps) -> Maps:
+    """Maps between the unit coordinates of a prepared pair, as maps between those of another one of the same scans,
+    whose margins were cropped, for example."""
+    there = []
+    for one, other in zip(given, wanted, strict=True):
+        matrix = one.image.world_to_unit() @ other.image.unit_to_world()
+        there.append(Affine(torch.from_numpy(matrix[None, :-1]).float()).to(one.tensor))
+    fixed, moving = there
+    return compose(moving.inverse(), maps[0], fixed), compose(fixed.inverse(), maps[1], moving)
 
 
 # ---- headers --------------------------------------------------------------------------------------------------------
@@ -229,7 +244,15 @@ def climb(
     for way in _rungs(first, options, case, device):
         part = Progress(work.report, work.advance, quiet=True)
         try:
-            other = attempt(*way.arguments, part, callback, device=device, rotation=way.rotation, like=way.like)
+            other = attempt(
+                *way.arguments,
+                part,
+                callback,
+                device=device,
+                rotation=way.rotation,
+                like=way.like,
+                judged_by=way.judged_by,
+            )
         except CarlError as error:
             logger.info("%s: %s", way.arguments[0], error)
             continue
@@ -253,6 +276,8 @@ class _Rung:
     rotation: RigidMatch | None = None
     like: Attempt | None = None
     """An attempt with the same model and case."""
+    judged_by: Attempt | None = None
+    """An attempt at the same case, whose network judges a result without one."""
 
 
 def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.device) -> Iterator[_Rung]:
@@ -265,8 +290,8 @@ def _rungs(first: Attempt, options: RegisterOptions, case: Case, device: torch.d
         changed = replace(options, io_sim=other)
         yield _Rung((f"the network with {other}", first.model, case, changed), first.rotation, first)
     none = replace(load_model(NONE, device), graphs=first.model.graphs)
-    if options.optimize != "weights" and options.fit_source != "attention" and is_calibrated(none):
-        yield _Rung(("an affine search without a network", none, case, options))
+    if options.optimize != "weights" and options.fit_source != "attention":
+        yield _Rung(("an affine search without a network", none, case, options), judged_by=first)
 
 
 def _described(one: Attempt) -> str:
