@@ -87,7 +87,8 @@ class Evidence:
     """The share of the fixed image's foreground on which the warped image has foreground, too."""
     overlap: float = math.nan
     """Dice overlap of the two foregrounds."""
-    folds_percent: float = math.nan
+    coarse_folds_percent: float = math.nan
+    """Folds on the coarse grid of the evidence; those on the scan's voxels are among the metrics."""
     extreme_percent: float = math.nan
     """The percentage of the foreground that changes its volume by more than `EXTREME`."""
     volume: float = math.nan

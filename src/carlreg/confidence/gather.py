@@ -162,7 +162,7 @@ class _Seen:
             "agreement": alike.agreement,
             "covered": covered,
             "overlap": overlap,
-            "folds_percent": folds,
+            "coarse_folds_percent": folds,
             "extreme_percent": extreme,
             "volume": volume,
             "gain": measure.optimisation_gain(losses),

@@ -92,7 +92,7 @@ NUMBERS: dict[str, Callable[[Values], float]] = {
     "contrast": _missing("agreement"),
     "uncovered": _missing("covered"),
     "no_overlap": _missing("overlap"),
-    "folds": _percent("folds_percent"),
+    "folds": _percent("coarse_folds_percent"),
     "extreme": _percent("extreme_percent"),
     "volume": _logarithm("volume"),
     "gain": _plain("gain"),
