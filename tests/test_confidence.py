@@ -651,7 +651,7 @@ def test_a_good_pair_pays_for_no_other_way(
     assert "ladder" not in result.record.seconds
 
 
-def test_a_failed_pair_takes_the_best_of_other_ways(
+def test_a_failed_pair_takes_another_way_that_is_good(
     pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
 ) -> None:
     common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
@@ -711,15 +711,21 @@ def test_warnings_are_those_of_the_way_that_was_taken(
     assert sum("match better" in one.message for one in caplog.records if one.levelname == "WARNING") == 1
 
 
-def test_ways_that_are_no_better_change_nothing(
-    pair: tuple[Path, Path], calibrated: Callable[[float, float], LoadedModel]
+@pytest.mark.parametrize(("network", "verdict", "search"), [(1.0, "doubtful", 1.2), (4.0, "failed", 0.0)])
+def test_ways_that_are_not_good_change_nothing(
+    pair: tuple[Path, Path],
+    calibrated: Callable[[float, float], LoadedModel],
+    network: float,
+    verdict: str,
+    search: float,
 ) -> None:
+    """Not even a doubtful one after a failure."""
     common = {"fixed": pair[0], "moving": pair[1], "device": "cpu", "io_iterations": 1}
-    model = calibrated(1.0, 1.2)
+    model = calibrated(network, search)
     result = register(**common, model=model)
     plain = register(**common, model=replace(model, climbs=False))
     assert result.confidence is not None
-    assert result.confidence.verdict == "doubtful"
+    assert result.confidence.verdict == verdict
     assert result.confidence.tried
     points = np.array([[20.0, 30, 30], [40, 20, 35]])
     np.testing.assert_allclose(result.transform(points), plain.transform(points))

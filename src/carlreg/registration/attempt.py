@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 SEARCH_SIDE, SEARCH_MM = 96, 2.0
 """The grid on which a rotation is searched for, and its usual voxel size."""
 CLEARLY = 0.2
-"""A later way replaces an earlier one of the same verdict if its probability of failure is lower by this."""
+"""A later way replaces the first one if its probability of failure is lower by this, and its verdict good."""
 LOOK_SECONDS = {"cuda": 0.3, "cpu": 5.0}
 """What it takes to look into the headers."""
-RANK = {"good": 0, "doubtful": 1, "failed": 2, "unknown": 3}
 Callback = Callable[[int, Loss], None]
 
 
@@ -76,12 +75,11 @@ class Attempt:
         known = None if self.confidence is None else self.confidence.failure_probability
         return 1.0 if known is None else known
 
-    def is_better_than(self, other: Attempt) -> bool:
-        """Whether its verdict is better, or as good with a clearly lower probability of failure."""
+    def replaces(self, other: Attempt) -> bool:
+        """Whether it is judged good, with a clearly lower probability of failure. Nothing less will do: the best of
+        several guesses looks better than it is."""
         assert self.confidence is not None
-        assert other.confidence is not None
-        mine, theirs = RANK[self.confidence.verdict], RANK[other.confidence.verdict]
-        return mine < theirs or (mine == theirs and self.probability < other.probability - CLEARLY)
+        return self.confidence.verdict == "good" and self.probability < other.probability - CLEARLY
 
 
 def attempt(
@@ -233,8 +231,8 @@ def climb(
     device: torch.device,
     case: Case,
 ) -> Attempt:
-    """The first attempt if its verdict is good; otherwise, the best of it and of further ways, tried until one is
-    good: after a search for a rotation, with another similarity, and without a network."""
+    """The first attempt, unless its verdict is not good and that of another way is, clearly: after a search for a
+    rotation, with another similarity, or without a network."""
     if first.confidence is None or first.confidence.verdict not in ("doubtful", "failed"):
         return first
     if first.orientation is not None and first.orientation.is_wrong and first.orientation.is_reflection:
@@ -257,8 +255,8 @@ def climb(
             logger.info("%s: %s", way.arguments[0], error)
             continue
         tried.append(_described(other))
-        best = other if other.is_better_than(best) else best
-        if best.confidence is not None and best.confidence.verdict == "good":
+        if other.replaces(first):
+            best = other
             break
     if best is not first:
         assert first.confidence is not None
