@@ -153,6 +153,16 @@ def confidence_promises() -> Iterator[Sequence[str]]:
 
 
 @table
+def confidence_ladder() -> Iterator[Sequence[str]]:
+    yield "kind of pair", "pairs", "not good at first", "failed before", "failed after", "mended", "worse", "time"
+    for kind, row in result("confidence/ladder.json")["summary"].items():
+        counts = (
+            row[name] for name in ("pairs", "climbed", "failed_before", "failed_after", "mended_and_good", "worse")
+        )
+        yield kind, *map(str, counts), f"× {row['median_time']:.2f}"
+
+
+@table
 def confidence_kinds() -> Iterator[Sequence[str]]:
     yield "kind of pair", "pairs", "failures", "good", "doubtful", "failed"
     for kind, counts in result("confidence/results.json")["kinds"].items():

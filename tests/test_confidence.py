@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ from carlreg.model.files import save
 from carlreg.model.loaded import LoadedModel, load_model
 from carlreg.model.zoo import carl, xi
 from carlreg.preparation import Prepared, preprocess
+from carlreg.registration import watch
 from carlreg.registration.affine_search import Scan
 from carlreg.registration.attempt import _between
 from carlreg.registration.case import Case
@@ -592,6 +595,24 @@ def test_a_registration_carries_its_verdict(pair: tuple[Path, Path], small: Path
     stored = images.read(tmp_path / "out" / EXPECTED_ERROR)
     np.testing.assert_allclose(stored.data, result.expected_error.data, rtol=1e-5)
     assert "confidence" in report.seconds
+
+
+def test_attention_is_evidence_however_long_the_network_takes(
+    pair: tuple[Path, Path], small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(small, odds=-4.0)
+    network, given = watch.watched, {"fixed": pair[0], "moving": pair[1], "model": small, "device": "cpu"}
+
+    @contextmanager
+    def slowly(*arguments: Any) -> Iterator[None]:
+        with network(*arguments):
+            time.sleep(1.0)
+            yield
+
+    monkeypatch.setattr("carlreg.registration.solve.watched", slowly)
+    found = register(**given, io_iterations=0).confidence
+    assert found is not None
+    assert {"spread_mm", "feature_excess"} <= set(found.evidence)
 
 
 @pytest.mark.parametrize(("odds", "verdict", "code"), [(-4.0, "good", 0), (0.0, "doubtful", 0), (4.0, "failed", 3)])
