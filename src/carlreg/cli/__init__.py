@@ -40,7 +40,7 @@ COMMANDS = {
     "warp-points": ("transforms", "Map points from one image to the other, in world millimetres."),
     "jacobian": (
         "transforms",
-        "Write the Jacobian determinant on the fixed image's grid, and print the percentage of folds and SDlogJ.",
+        "Print the percentage of folds and SDlogJ, and write the Jacobian determinant on the fixed image's grid.",
     ),
     "convert": ("transforms", "Write a transform or an image in another format."),
     "info": (
