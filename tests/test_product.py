@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -29,6 +30,7 @@ from carlreg.objective.fields import FIELD_STEPS, Optimized, optimize_fields
 from carlreg.objective.instance import WEIGHT_STEPS
 from carlreg.objective.losses import SIMILARITIES, gaussian_blur
 from carlreg.preparation import choose_grid, prepare_pair
+from carlreg.registration.api import _invert
 from carlreg.registration.attempt import attempt
 from carlreg.registration.case import Case
 from carlreg.registration.options import PairInputs, RegisterOptions, SimilarityName
@@ -490,6 +492,22 @@ def test_without_room_for_both_directions_they_come_one_after_the_other(
     assert "one after the other" in caplog.text
     with pytest.raises(torch.cuda.OutOfMemoryError):
         model.train().both(moving, fixed)
+
+
+def test_without_room_on_a_gpu_the_inverse_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    invert, asked = world_transform.invert, []
+
+    def crowded(world: Any, grid: Image, *, device: Any = "cpu") -> Any:
+        asked.append(str(device))
+        return no_room() if asked[-1] == "cuda" else invert(world, grid)
+
+    monkeypatch.setattr(world_transform, "invert", crowded)
+    grid = Image(np.zeros((8, 9, 10), np.float32), np.eye(4))
+    moves = WorldTransform(np.eye(4), np.full((8, 9, 10, 3), 0.5, np.float32), grid.affine)
+    inverse, metrics = _invert(moves, SimpleNamespace(moving=grid), torch.device("cuda"))  # type: ignore[arg-type]
+    assert asked == ["cuda", "cpu"]
+    assert inverse(np.array([[4.0, 4, 4]])) == pytest.approx(np.array([[3.5, 3.5, 3.5]]), abs=1e-3)
+    assert metrics["inverse_error_max_mm"] < 1e-3
 
 
 def test_without_room_for_the_weights_the_fields_are_optimised(

@@ -336,7 +336,10 @@ def _invert(world: WorldTransform, case: Case, device: torch.device) -> tuple[Wo
         exact = dict.fromkeys(("inverse_consistency_mm", "inverse_error_mm", "inverse_error_max_mm"), 0.0)
         return WorldTransform.linear(np.linalg.inv(world.affine)), exact
     used = device if device.type == "cuda" else "cpu"
-    inverse, residual = world_transform.invert(world, case.moving, device=used)
+    try:
+        inverse, residual = world_transform.invert(world, case.moving, device=used)
+    except torch.cuda.OutOfMemoryError:
+        inverse, residual = world_transform.invert(world, case.moving)
     missed = residual[np.isfinite(residual)]
     mean, largest = (float(missed.mean()), float(missed.max())) if missed.size else (math.nan, math.nan)
     return inverse, {"inverse_consistency_mm": mean, "inverse_error_mm": mean, "inverse_error_max_mm": largest}
